@@ -395,5 +395,5 @@ def _outputs(engine: Model, ids: Tensor, first_column: int = 0) -> Tensor:
     slots = torch.arange(PROBE_TOKENS, device=ids.device)
     is_read = (slots < lengths.unsqueeze(1)) & (slots >= first_column)
     if isinstance(unwrap(engine), ScalarModel):
-        return engine(ids, lengths, wanted=is_read)
+        return engine(ids, lengths, read_mask=is_read)
     return torch.stack(engine(ids, is_read))

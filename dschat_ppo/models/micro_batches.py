@@ -1,11 +1,11 @@
 """Divide rows of uneven lengths among ranks and into micro-batches, and lay them end to end as one
 packed row, in which rows that begin alike hold their common beginning once.
 
-Answers to one prompt become `[prompt | answer 1 | answer 2 | ...]`. The first row of a group is
-whole; the others keep the tokens after the common beginning, with the positions that they have in
-their own rows, and attend to the beginning of the first. The outputs are those of separate rows,
-and the gradients of all answers flow into one prompt. So answers to one prompt stay together in a
-micro-batch, and their prompt counts once.
+Responses to one prompt become `[prompt | response 1 | response 2 | ...]`. The first row of a group
+is whole; the others keep the tokens after the common beginning, with the positions that they have
+in their own rows, and attend to the beginning of the first. The outputs are those of separate rows,
+and the gradients of all responses flow into one prompt. So responses to one prompt stay together in
+a micro-batch, and their prompt counts once.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ LEAST_SAVING = 0.05  # share of the tokens that a micro-batch must save, else it
 class VarlenSegments(NamedTuple):
     """Segments of a packed row for variable-length attention."""
 
-    queries: Tensor  # (segments + 1,) int32, where those of each segment begin, and the last end
-    keys: Tensor  # likewise
+    query_bounds: (
+        Tensor  # (segments + 1,) int32, where those of each segment begin, and the last end
+    )
+    key_bounds: Tensor  # likewise
     most_queries: int  # of a segment
     most_keys: int
     columns: Tensor | None  # (keys,) int64 of the packed row; None: all in order
@@ -49,42 +51,52 @@ class Segments:
     _varlen: dict[torch.device, VarlenSegments] = field(default_factory=dict, repr=False)
 
     def varlen(self, device: torch.device) -> VarlenSegments:
-        """Each segment's keys are the columns that it sees before its own, and its own."""
-        if device in self._varlen:
-            return self._varlen[device]
-        ends = torch.tensor([0, *self.lengths]).cumsum(0)
-        most = max(self.lengths)
+        """The segments for variable-length attention on `device`: each one's keys are the columns
+        that it sees before its own, and its own."""
+        if device not in self._varlen:
+            self._varlen[device] = self._build_varlen(device)
+        return self._varlen[device]
+
+    def _build_varlen(self, device: torch.device) -> VarlenSegments:
+        query_bounds = torch.tensor([0, *self.lengths]).cumsum(0)
+        most_queries = max(self.lengths)
         if self.seen is None:
-            queries = ends.int().to(device)
-            found = VarlenSegments(queries, queries, most, most, None)
-        else:
-            columns = torch.cat(
-                [
-                    torch.arange(*span)
-                    for start, end, *before in self._columns
-                    for span in (before, (start, end))
-                ]
-            )
-            counts = [end - start + last - first for start, end, first, last in self._columns]
-            parts = [ends, torch.tensor([0, *counts]).cumsum(0), columns]
-            queries, keys, columns = _in_one_copy(parts, device)
-            found = VarlenSegments(queries.int(), keys.int(), most, max(counts), columns)
-        self._varlen[device] = found
-        return found
+            bounds = query_bounds.int().to(device)
+            return VarlenSegments(bounds, bounds, most_queries, most_queries, None)
+        key_columns = []
+        key_counts = []
+        for start, end, first_seen, end_seen in self._columns:
+            key_columns += [torch.arange(first_seen, end_seen), torch.arange(start, end)]
+            key_counts.append(end_seen - first_seen + end - start)
+        key_bounds = torch.tensor([0, *key_counts]).cumsum(0)
+        query_bounds, key_bounds, columns = _in_one_copy(
+            [query_bounds, key_bounds, torch.cat(key_columns)], device
+        )
+        return VarlenSegments(
+            query_bounds.int(), key_bounds.int(), most_queries, max(key_counts), columns
+        )
 
     @cached_property
     def _columns(self) -> list[tuple[int, int, int, int]]:
-        ends = list(itertools.accumulate(self.lengths))
-        seen = self.seen or [(0, 0)] * len(ends)
-        return [
-            (end - own, end, *before)
-            for end, own, before in zip(ends, self.lengths, seen, strict=True)
-        ]
+        """For each segment where its columns start and end, and where those that it sees do."""
+        columns = []
+        start = 0
+        for segment, length in enumerate(self.lengths):
+            first_seen = 0
+            end_seen = 0
+            if self.seen is not None:
+                first_seen, end_seen = self.seen[segment]
+            columns.append((start, start + length, first_seen, end_seen))
+            start += length
+        return columns
 
     @cached_property
     def most_keys(self) -> int:
         """The most keys that a query sees if no window hides any."""
-        return max(end - start + last - first for start, end, first, last in self._columns)
+        return max(
+            end - start + end_seen - first_seen
+            for start, end, first_seen, end_seen in self._columns
+        )
 
     @cached_property
     def table(self) -> Tensor:
@@ -93,27 +105,29 @@ class Segments:
 
     @cached_property
     def groups(self) -> Tensor:
-        """(groups + 1,) int64: the first segment of each group, and their number. No segment sees
-        another group."""
-        # needed: the first column that later ones see
-        firsts = [len(self.lengths)]
+        """(groups + 1,) int64: the first segment of each group, and the number of segments. No
+        segment sees another group."""
+        # from the last group to the first; `needed`: the first column that later segments see
+        first_segments = [len(self.lengths)]
         needed = sum(self.lengths)
-        for number, (start, _, first, end) in reversed(list(enumerate(self._columns))):
-            needed = min(needed, first) if first < end else needed
+        for segment in reversed(range(len(self.lengths))):
+            start, _, first_seen, end_seen = self._columns[segment]
+            if first_seen < end_seen:
+                needed = min(needed, first_seen)
             if needed >= start:
-                firsts.append(number)
-        return torch.tensor(firsts[::-1])
+                first_segments.append(segment)
+        return torch.tensor(first_segments[::-1])
 
 
 @dataclass(frozen=True)
-class PackedRows:
+class PackedLayout:
     """Right-padded rows (B, T) as one packed row of N tokens."""
 
-    tokens: Tensor  # (N,) int64, where each packed token is in the rows, flattened to (B x T)
+    slots: Tensor  # (N,) int64, where each packed token is in the rows, flattened to (B x T)
     positions: Tensor  # (N,) int64, its column there
-    # (B, T) int64, where each token of a row is in the packed row; any valid place after a row's
-    # end
-    places: Tensor
+    # (B, T) int64, where each token of a row is in the packed row; after a row's end any valid
+    # offset
+    offsets: Tensor
     segments: Segments
 
 
@@ -130,52 +144,66 @@ class RowPrompts:
         return RowPrompts(self.groups[index], self.tokens[index])
 
 
-def lay_out(input_ids: Tensor, lengths: Tensor, packs: bool, shares: bool) -> PackedRows | None:
-    """The packed row for right-padded `input_ids` (B, T) with `lengths` (B,), all above 0; None:
-    rows stay padded. `packs` rows that differ in length; `shares`: packs rows that begin alike, if
-    that saves enough. The host computes the layout, so that it waits for a GPU only to read the
-    rows, before the first layer."""
+def lay_out(input_ids: Tensor, lengths: Tensor, packs: bool, shares: bool) -> PackedLayout | None:
+    """Lay rows end to end, if that saves enough. The host computes the layout, so that it waits for
+    a GPU only to read the rows, before the first layer.
+
+    Args:
+        input_ids: (B, T) int64, right-padded.
+        lengths: (B,) int64, all above 0.
+        packs: pack rows that differ in length.
+        shares: pack rows that begin alike, and hold their common beginnings once.
+
+    Returns:
+        The packed row; None if rows stay padded.
+    """
     if not packs and not shares:
         return None
     width = input_ids.shape[1]
     device = input_ids.device
     lengths = lengths.cpu()
+    row_indices = torch.arange(len(lengths))
     # rows in `order`; row i leaves its first `shared[i]` tokens to row `leaders[i]`
-    order = leaders = numbers = torch.arange(len(lengths))
-    shared = torch.zeros_like(numbers)
+    order = row_indices
+    leaders = row_indices
+    shared = torch.zeros_like(row_indices)
     if shares and len(lengths) > 1:
-        in_groups, prompts = common_beginnings(input_ids.cpu(), lengths)
-        saved = torch.where(prompts.groups == numbers, 0, prompts.tokens)
+        grouped_rows, prompts = common_beginnings(input_ids.cpu(), lengths)
+        saved = torch.where(prompts.groups == row_indices, 0, prompts.tokens)
         if int(saved.sum()) >= LEAST_SAVING * int(lengths.sum()):
-            order = torch.tensor(in_groups)
+            order = torch.tensor(grouped_rows)
             leaders = prompts.groups
             shared = saved
-    if not shared.any() and not (packs and are_uneven(lengths)):
+    shares_any = bool(shared.any())
+    if not shares_any and not (packs and are_uneven(lengths)):
         return None
-    left_out = shared.unsqueeze(1)
-    slots = torch.arange(width)
-    # (B, T) in the order of the packed row
-    kept = ((slots < lengths.unsqueeze(1)) & (slots >= left_out))[order]
-    places = torch.empty(kept.shape, dtype=torch.int64)
-    places[order] = kept.flatten().cumsum(0).view(kept.shape) - 1
-    places = torch.where(slots < left_out, places[leaders], places)
-    tokens = (order.unsqueeze(1) * width + slots)[kept]  # (N,)
-    starts = dict[int, int]()
-    segments = []
+
+    columns = torch.arange(width)
+    is_left_out = columns < shared.unsqueeze(1)  # (B, T)
+    is_token = columns < lengths.unsqueeze(1)
+    is_packed = (is_token & ~is_left_out)[order]  # (B, T) in the order of the packed row
+    offsets = torch.empty(is_packed.shape, dtype=torch.int64)
+    offsets[order] = is_packed.flatten().cumsum(0).view(is_packed.shape) - 1
+    offsets = torch.where(is_left_out, offsets[leaders], offsets)
+    slots = (order.unsqueeze(1) * width + columns)[is_packed]  # (N,)
+
+    starts = dict[int, int]()  # by row: where its tokens begin in the packed row
+    segment_lengths = []
     seen = []
     end = 0
-    for row, leader, left, size in torch.stack(
-        [order, leaders[order], shared[order], lengths[order]], dim=1
-    ).tolist():
+    rows = torch.stack([order, leaders[order], shared[order], lengths[order]], dim=1)
+    for row, leader, left_out, length in rows.tolist():
         starts[row] = end
-        if own := size - left:  # a row may be the beginning of another
-            segments.append(own)
-            seen.append((starts[leader], starts[leader] + left))
-            end += own
-    tokens, places = _in_one_copy([tokens, places], device)
-    return PackedRows(
-        tokens, tokens % width, places, Segments(segments, seen if shared.any() else None)
-    )
+        packed_tokens = length - left_out
+        if packed_tokens == 0:  # the row is the beginning of another
+            continue
+        leader_start = starts[leader]
+        segment_lengths.append(packed_tokens)
+        seen.append((leader_start, leader_start + left_out))
+        end += packed_tokens
+    segments = Segments(segment_lengths, seen if shares_any else None)
+    slots, offsets = _in_one_copy([slots, offsets], device)
+    return PackedLayout(slots, slots % width, offsets, segments)
 
 
 def are_uneven(lengths: Tensor) -> bool:
@@ -183,63 +211,80 @@ def are_uneven(lengths: Tensor) -> bool:
     return bool(lengths.min() < lengths.max())
 
 
-def _in_one_copy(parts: list[Tensor], device: torch.device) -> list[Tensor]:
+def _in_one_copy(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     """int64 tensors of the host on the device."""
     if device.type == "cpu":
-        return parts
-    moved = torch.cat([part.flatten() for part in parts]).to(device)
-    return [
-        part.view(one.shape)
-        for part, one in zip(moved.split([p.numel() for p in parts]), parts, strict=True)
-    ]
+        return tensors
+    joined = torch.cat([tensor.flatten() for tensor in tensors]).to(device)
+    chunks = joined.split([tensor.numel() for tensor in tensors])
+    return [chunk.view(tensor.shape) for chunk, tensor in zip(chunks, tensors, strict=True)]
 
 
 def common_beginnings(input_ids: Tensor, lengths: Tensor) -> tuple[list[int], RowPrompts]:
-    """Groups of rows whose first tokens are equal, such that the fewest tokens are left if each
-    group holds its common beginning once: all rows, group after group; and for each row the first
-    row of its group, and the tokens that all rows of its group have in common (0 in a group of
-    one). `input_ids` (B, T) right-padded, `lengths` (B,) above 0."""
+    """Group rows whose first tokens are equal, such that the fewest tokens are left if each group
+    holds its common beginning once.
+
+    Args:
+        input_ids: (B, T) int64, right-padded.
+        lengths: (B,) int64, above 0.
+
+    Returns:
+        All row indices, group after group; and for each row the first row of its group, and the
+        tokens that all rows of its group have in common (0 in a group of one).
+    """
     ids = input_ids.cpu()
     sizes = lengths.cpu()
-    words = [row[:size].numpy().tobytes() for row, size in zip(ids, sizes.tolist(), strict=True)]
-    order = sorted(range(len(words)), key=words.__getitem__)  # rows that begin alike are neighbours
-    equal = (ids[order[1:]] == ids[order[:-1]]).long().cumprod(dim=1).sum(dim=1)  # (B - 1,)
-    common = torch.minimum(equal, torch.minimum(sizes[order[1:]], sizes[order[:-1]])).numpy()
+    # rows that begin alike are neighbours in the order of their bytes
+    row_bytes = [
+        row[:size].numpy().tobytes() for row, size in zip(ids, sizes.tolist(), strict=True)
+    ]
+    order = sorted(range(len(row_bytes)), key=row_bytes.__getitem__)
+    is_equal = ids[order[1:]] == ids[order[:-1]]
+    equal_tokens = is_equal.long().cumprod(dim=1).sum(dim=1)  # (B - 1,)
+    shorter = torch.minimum(sizes[order[1:]], sizes[order[:-1]])
+    common = torch.minimum(equal_tokens, shorter).numpy()
+    begin = _group_starts(common)
 
-    # Groups `[start, end)` of the sorted rows, each of which saves its beginning in all rows but
-    # the first. For the first `end` rows: the most tokens saved, and the start of their last group.
-    # Of equal choices the latest counts.
-    saved = np.zeros(len(words) + 1, dtype=np.int64)
-    begin = [0, *range(len(words))]
-    for end in range(2, len(words) + 1):
+    leaders = [0] * len(order)
+    shared = [0] * len(order)
+    end = len(order)
+    while end > 0:
+        start = begin[end]
+        shared_tokens = min(common[start : end - 1].tolist(), default=0)
+        for row in order[start:end]:
+            leaders[row] = order[start]
+            shared[row] = shared_tokens
+        end = start
+    groups = torch.tensor(leaders, device=lengths.device)
+    return order, RowPrompts(groups, torch.tensor(shared, device=lengths.device))
+
+
+def _group_starts(common: np.ndarray) -> list[int]:
+    """Divide B sorted rows into groups of neighbours, each of which saves its common beginning in
+    all rows but the first, such that the most tokens are saved. `common` (B - 1,): tokens that each
+    row has in common with the next.
+
+    Returns:
+        (B + 1,): at `end` the start of the last group if only the rows before `end` are divided. Of
+        equal choices the latest counts.
+    """
+    rows = len(common) + 1
+    saved = np.zeros(rows + 1, dtype=np.int64)  # at `end`: the most tokens of the rows before it
+    begin = [0, *range(rows)]
+    for end in range(2, rows + 1):
         # by a last group that starts at end - 2, end - 3, ...
         shared = np.minimum.accumulate(common[end - 2 :: -1])
         shared = shared[shared >= LEAST_TOKENS]
-        totals = (
-            saved[end - 1 - len(shared) : end - 1][::-1] + np.arange(1, len(shared) + 1) * shared
-        )
+        saved_before = saved[end - 1 - len(shared) : end - 1][::-1]
+        totals = saved_before + np.arange(1, len(shared) + 1) * shared
         saved[end] = max(saved[end - 1], totals.max(initial=0))
         if saved[end] > saved[end - 1]:
             begin[end] = end - 2 - int(totals.argmax())
-
-    leaders = [0] * len(words)
-    of_group = [0] * len(words)
-    end = len(words)
-    while end > 0:
-        start = begin[end]
-        for row in order[start:end]:
-            leaders[row], of_group[row] = (
-                order[start],
-                min(common[start : end - 1].tolist(), default=0),
-            )
-        end = start
-    return order, RowPrompts(
-        torch.tensor(leaders, device=lengths.device), torch.tensor(of_group, device=lengths.device)
-    )
+    return begin
 
 
-# Each answer but the first copies the keys and values of its prompt, which take about this fraction
-# of the memory that all activations of the same tokens take.
+# Each response but the first copies the keys and values of its prompt, which take about this
+# fraction of the memory that all activations of the same tokens take.
 COPIED = 8
 
 
@@ -252,68 +297,79 @@ def share_prompts(*engines: Model | None) -> bool:
 def split_by_tokens(
     lengths: Tensor, budget: int, prompts: RowPrompts | None = None
 ) -> list[Tensor]:
-    """Row numbers of micro-batches with `rows x longest <= budget`, longest rows first; a longer
-    row is one by itself. `lengths` (n,) int64, tokens of each row. Rows that share their prompt
-    come first, in micro-batches without padding, which hold at most `budget` tokens and copies of
-    prompts. Each of 0 .. n-1 is in one part."""
-    groups, rows = (
-        ([], torch.arange(len(lengths))) if prompts is None else _sharing(lengths, prompts)
-    )
-    parts = []
-    if groups and prompts is not None:
-        parts = [
-            torch.tensor(part, device=lengths.device)
-            for part in _Filling(lengths, prompts).parts(groups, budget)
-        ]
+    """Divide rows into micro-batches with `rows x longest <= budget`, longest rows first; a longer
+    row is one by itself. Rows that share their prompt come first, in micro-batches without padding,
+    which hold at most `budget` tokens and copies of prompts.
+
+    Args:
+        lengths: (n,) int64, tokens of each row.
+        budget: tokens of a micro-batch.
+        prompts: of the rows, for models that share them; None: each row holds its own.
+
+    Returns:
+        The row indices of each micro-batch; each of 0 .. n-1 is in one.
+    """
+    micro_batches = []
+    rows = torch.arange(len(lengths))
+    if prompts is not None:
+        groups, rows = _sharing(lengths, prompts)
+        for row_indices in _Filling(lengths, prompts).fill(groups, budget):
+            micro_batches.append(torch.tensor(row_indices, device=lengths.device))
     rows = rows.to(lengths.device)
     order = rows[torch.argsort(lengths[rows], descending=True, stable=True)]
     start = 0
     ordered = lengths[order].tolist()
     while start < len(ordered):
         size = max(1, budget // max(1, ordered[start]))
-        parts.append(order[start : start + size])
+        micro_batches.append(order[start : start + size])
         start += size
-    return parts
+    return micro_batches
 
 
 def even_passes(
     lengths: Tensor, budget: int, prompts: RowPrompts | None = None
 ) -> tuple[list[Tensor], int]:
-    """`split_by_tokens`, with the last part repeated so that all ranks have as many, and how many
-    are not repeated."""
-    parts = split_by_tokens(lengths, budget, prompts)
-    passes = int(dist.all_reduce(torch.tensor(len(parts), device=lengths.device), "max"))
-    return parts + (passes - len(parts)) * parts[-1:], len(parts)
+    """`split_by_tokens`, with the last micro-batch repeated so that all ranks have as many, and how
+    many are not repeated."""
+    micro_batches = split_by_tokens(lengths, budget, prompts)
+    count = len(micro_batches)
+    passes = int(dist.all_reduce(torch.tensor(count, device=lengths.device), "max"))
+    return micro_batches + (passes - count) * micro_batches[-1:], count
 
 
 def deal(lengths: Tensor, ranks: int, prompts: RowPrompts | None = None) -> list[Tensor]:
-    """Row numbers for each rank, with nearly the same number of tokens.
+    """Row indices for each rank, with nearly the same number of tokens.
 
     Rows, a multiple of `ranks`, are dealt from the longest to the shortest, alternately forwards
     and backwards over the ranks, the same number to each. If rows share prompts, they are divided
     group after group instead, such that the rank with the most tokens has as few as possible; then
     a rank may have no rows.
     """
-    groups, rest = ([], torch.empty(0)) if prompts is None else _sharing(lengths, prompts)
+    groups: list[list[int]] = []
+    if prompts is not None:
+        groups, separate_rows = _sharing(lengths, prompts)
     if not groups or prompts is None:
         rounds = torch.argsort(lengths, descending=True, stable=True).view(-1, ranks)
         rounds[1::2] = rounds[1::2].flip(1)
         return list(rounds.unbind(dim=1))
     filling = _Filling(lengths, prompts)
-    groups += [[row] for row in rest.tolist()]
+    groups += [[row] for row in separate_rows.tolist()]
+    # bisect for the smallest capacity with which the ranks hold all rows
     low = int(lengths.max())
     high = int(lengths.sum())
-    while low < high:  # bisect for the smallest capacity with which the ranks hold all rows
+    while low < high:
         middle = (low + high) // 2
-        enough = len(filling.parts(groups, middle, divide=True)) <= ranks
-        low, high = (low, middle) if enough else (middle + 1, high)
-    parts = filling.parts(groups, low, divide=True)
-    parts += (ranks - len(parts)) * [[]]
-    return [torch.tensor(part, dtype=torch.int64, device=lengths.device) for part in parts]
+        if len(filling.fill(groups, middle, divide=True)) <= ranks:
+            high = middle
+        else:
+            low = middle + 1
+    rank_rows = filling.fill(groups, low, divide=True)
+    rank_rows += (ranks - len(rank_rows)) * [[]]
+    return [torch.tensor(rows, dtype=torch.int64, device=lengths.device) for rows in rank_rows]
 
 
 def sharing_pays(prompt: int, answers: int, tokens: int) -> bool:
-    """Whether to run the `prompt` tokens of so many answers once. `tokens`: of their rows, each
+    """Whether to run the `prompt` tokens of so many responses once. `tokens`: of their rows, each
     with its prompt."""
     return prompt >= LEAST_TOKENS and (answers - 1) * prompt >= 2 * LEAST_SAVING * tokens
 
@@ -325,49 +381,61 @@ def _sharing(lengths: Tensor, prompts: RowPrompts) -> tuple[list[list[int]], Ten
     for row, group in enumerate(prompts.groups.tolist()):
         members.setdefault(group, []).append(row)
     sizes = lengths.tolist()
-    shared = prompts.tokens.tolist()
+    prompt_tokens = prompts.tokens.tolist()
+
+    def tokens_of(rows: list[int]) -> int:
+        return sum(sizes[row] for row in rows)
+
     groups = [
         rows
         for rows in members.values()
-        if sharing_pays(shared[rows[0]], len(rows), sum(sizes[row] for row in rows))
+        if sharing_pays(prompt_tokens[rows[0]], len(rows), tokens_of(rows))
     ]
-    groups.sort(key=lambda rows: -sum(sizes[row] for row in rows))
-    together = {row for rows in groups for row in rows}
-    return groups, torch.tensor(
-        [row for row in range(len(sizes)) if row not in together], dtype=torch.int64
-    )
+    groups.sort(key=lambda rows: -tokens_of(rows))
+    sharing_rows = set(itertools.chain.from_iterable(groups))
+    separate_rows = [row for row in range(len(sizes)) if row not in sharing_rows]
+    return groups, torch.tensor(separate_rows, dtype=torch.int64)
 
 
 class _Filling:
-    """Fills parts of a limited capacity with groups of rows that share their prompt, one after
-    another."""
+    """Fills bins of a limited capacity (micro-batches, or ranks) with groups of rows that share
+    their prompt, one group after another."""
 
     def __init__(self, lengths: Tensor, prompts: RowPrompts):
         self.prompt: list[int] = prompts.tokens.tolist()
-        self.own: list[int] = (lengths - prompts.tokens).tolist()  # tokens after the prompt
+        self.after_prompt: list[int] = (lengths - prompts.tokens).tolist()
 
     def cost(self, row: int, is_first: bool) -> int:
-        """Tokens that a row adds to a part, as the first one of its prompt or not."""
-        return self.own[row] + (self.prompt[row] if is_first else self.prompt[row] // COPIED)
+        """Tokens that a row adds to a bin, as the first one of its prompt or not."""
+        if is_first:
+            return self.after_prompt[row] + self.prompt[row]
+        return self.after_prompt[row] + self.prompt[row] // COPIED
 
-    def parts(
-        self, groups: list[list[int]], capacity: int, divide: bool = False
-    ) -> list[list[int]]:
-        """Rows of each part of `capacity`, none empty. A row above the capacity is a part by
-        itself. `divide` every group that does not fit into what is left of a part; else only those
-        that do not fit into a part at all."""
-        parts: list[list[int]] = []
+    def fill(self, groups: list[list[int]], capacity: int, divide: bool = False) -> list[list[int]]:
+        """Distribute the rows of `groups` over bins.
+
+        Args:
+            groups: rows that share their prompt.
+            capacity: tokens of a bin. A row above it has a bin by itself.
+            divide: divide every group that does not fit into what is left of a bin; else only those
+                that do not fit into a bin at all.
+
+        Returns:
+            The rows of each bin, none empty.
+        """
+        bins: list[list[int]] = []
         room = 0
         for rows in groups:
-            whole = sum(self.cost(row, row == rows[0]) for row in rows)
-            if not divide and room < whole <= capacity:
-                room = 0  # begin the next part
+            group_cost = sum(self.cost(row, row == rows[0]) for row in rows)
+            if not divide and room < group_cost <= capacity:
+                room = 0  # begin the next bin
             is_first = True
             for row in rows:
                 if self.cost(row, is_first) > room:
-                    parts.append([])
-                    room, is_first = capacity, True
-                parts[-1].append(row)
+                    bins.append([])
+                    room = capacity
+                    is_first = True
+                bins[-1].append(row)
                 room -= self.cost(row, is_first)
                 is_first = False
-        return parts
+        return bins

@@ -39,10 +39,10 @@ from dschat_ppo.models.segment_attention import (
     varlen_attention,
 )
 from dschat_ppo.models.sequence_parallel import (
+    columns_of_rank,
     exchanged,
     gathered_columns,
     heads_of_rank,
-    own_columns,
     rotary_of_whole_rows,
 )
 from dschat_ppo.models.state_layers import StateRows, state_layers
@@ -66,10 +66,10 @@ class ForwardPass:
     @contextmanager
     def running(self) -> Iterator[None]:
         """In the block, the models run this way."""
-        own = self.config._attn_implementation
+        original = self.config._attn_implementation
         with ExitStack() as stack:
             if self.attention is not None:
-                stack.callback(setattr, self.config, "_attn_implementation", own)
+                stack.callback(setattr, self.config, "_attn_implementation", original)
                 self.config._attn_implementation = self.attention
             for layer, forward in self.forwards:
                 stack.enter_context(forward_replaced(layer, forward))
@@ -96,11 +96,12 @@ def padded_rows(model: PreTrainedModel, choice: str, is_replaceable: bool = Fals
     with its masks. "auto": the attention in blocks where the model is on a CPU and is replaceable
     (`select_kernels` found that this module's attention gives the numbers of the model's own), else
     the model's own."""
-    in_blocks = is_replaceable and model.device.type == "cpu"
-    automatic = NAME if in_blocks else None
-    return ForwardPass(
-        model.config, None, choice=choice, attention=automatic if choice == "auto" else choice
-    )
+    attention: str | None = choice
+    if choice == "auto":
+        attention = None
+        if is_replaceable and model.device.type == "cpu":
+            attention = NAME
+    return ForwardPass(model.config, None, choice=choice, attention=attention)
 
 
 @contextmanager
@@ -127,31 +128,36 @@ def _segment_attention(
     check_attention_call(module, attention_mask, options)
     if _RECORDED:
         _RECORDED[-1].windows[module.layer_idx] = sliding_window
-    running = _RUNNING[-1]
-    if running.divided:
+    forward_pass = _RUNNING[-1]
+    if forward_pass.divided:
         module, query, key, value, options = heads_of_rank(module, query, key, value, options)
-    rows = running.segments or Segments([query.shape[2]])  # padded rows are one segment each
-    auto = running.choice == "auto"
-    scale = options.get("scaling")
-    in_blocks = auto and suits_blocks(module, query, key, value, rows, options)
-    by_varlen = (
-        auto
-        and not in_blocks
-        and running.segments is not None
-        and suits_varlen(query, key, value, options)
-    )
+    is_packed = forward_pass.segments is not None
+    segments = forward_pass.segments or Segments([query.shape[2]])  # a padded row is one segment
+    in_blocks = False
+    by_varlen = False
+    if forward_pass.choice == "auto":
+        in_blocks = suits_blocks(module, query, key, value, segments, options)
+        by_varlen = not in_blocks and is_packed and suits_varlen(query, key, value, options)
     if _RECORDED:
         _RECORDED[-1].in_one_call &= in_blocks or by_varlen
+    scale = options.get("scaling")
     if in_blocks:
-        mixed = blockwise_attention(query, key, value, rows, sliding_window, scale).transpose(1, 2)
+        mixed = blockwise_attention(query, key, value, segments, sliding_window, scale)
+        mixed = mixed.transpose(1, 2)
     elif by_varlen:
-        mixed = varlen_attention(query, key, value, rows, sliding_window, scale)
+        mixed = varlen_attention(query, key, value, segments, sliding_window, scale)
     else:
-        eager = running.choice == "eager"
         mixed = segment_by_segment(
-            module, query, key, value, running.segments, sliding_window, options, eager
+            module,
+            (query, key, value),
+            forward_pass.segments,
+            sliding_window,
+            options,
+            eager=forward_pass.choice == "eager",
         )
-    return (exchanged(mixed) if running.divided else mixed), None
+    if forward_pass.divided:
+        mixed = exchanged(mixed)
+    return mixed, None
 
 
 AttentionInterface.register(NAME, _segment_attention)
@@ -163,9 +169,9 @@ def reason_not_to_pack(model: PreTrainedModel, choice: str = "auto") -> str | No
     if not attention_is_replaceable(model):
         return "transformers does not let its attention be replaced"
     # packed rows have soft caps and sinks too, which are eager
-    own = model.config._attn_implementation
-    if own not in ("sdpa", "eager") or (own == "eager" and choice == "sdpa"):
-        return f"its attention is '{own}' and not 'sdpa'"
+    attention = model.config._attn_implementation
+    if attention not in ("sdpa", "eager") or (attention == "eager" and choice == "sdpa"):
+        return f"its attention is '{attention}' and not 'sdpa'"
     if model.config.model_type in MASK_IS_READ:
         return "its attention reads the mask, which packed rows do not have"
     return None
@@ -176,49 +182,61 @@ def token_states(
     layout: Layout,
     input_ids: Tensor,
     lengths: Tensor,
-    places: Tensor,
+    slots: Tensor,
     reads_few: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Last hidden states (N, H) of right-padded `input_ids` (B, T) with `lengths` (B,) above 0,
-    packed if `layout` and the rows allow it, and where in them those of the tokens at `places` are:
-    int64 of any shape, in the rows flattened to (B x T). `reads_few`: only the states at `places`
-    (n,) are read, so the last MLP runs for these tokens alone."""
+    """Run right-padded rows, packed if `layout` and the rows allow it.
+
+    Args:
+        backbone: the model without its head.
+        layout: how it may run rows.
+        input_ids: (B, T) int64.
+        lengths: (B,) int64, above 0.
+        slots: int64 of any shape, where tokens are in the rows flattened to (B x T).
+        reads_few: only the states at `slots` (n,) are read, so the last MLP runs for these tokens
+            alone.
+
+    Returns:
+        Last hidden states (N, H), and where in them those of the tokens at `slots` are.
+    """
     rows = lay_out(input_ids, lengths, layout.packed, layout.shares)
     width = input_ids.shape[1]
     if rows is None:
+        padded = padded_rows(backbone, layout.attention, layout.packed)
         if reads_few:
-            few = of_read_tokens(backbone, places % width, places // width)
-        else:
-            few = []
-        with replace(
-            padded_rows(backbone, layout.attention, layout.packed), forwards=few
-        ).running():
-            return backbone_states(backbone, input_ids, lengths).flatten(0, 1), places
-    places = rows.places.flatten()[places]
+            padded = replace(
+                padded, forwards=of_read_tokens(backbone, slots % width, slots // width)
+            )
+        with padded.running():
+            return backbone_states(backbone, input_ids, lengths).flatten(0, 1), slots
+    segments = rows.segments
+    offsets = rows.offsets.flatten()[slots]
     forwards = []
-    if layers := state_layers(backbone):
-        own_rows = StateRows.of(rows.segments.lengths, rows.segments.seen, input_ids.device)
-        forwards = [(layer, own_rows.around(layer.forward)) for layer in layers]
-    if reads_few:  # several rows may share a token
-        forwards += of_read_tokens(
-            backbone, places if rows.segments.seen is None else places.unique()
-        )
-    with ForwardPass(
-        backbone.config, rows.segments, choice=layout.attention, forwards=forwards
-    ).running():
+    layers = state_layers(backbone)
+    if layers:
+        state_rows = StateRows.of(segments.lengths, segments.seen, input_ids.device)
+        forwards = [(layer, state_rows.around(layer.forward)) for layer in layers]
+    if reads_few:
+        read_offsets = offsets
+        if segments.seen is not None:  # several rows may share a token
+            read_offsets = offsets.unique()
+        forwards += of_read_tokens(backbone, read_offsets)
+    packed = ForwardPass(backbone.config, segments, choice=layout.attention, forwards=forwards)
+    with packed.running():
         output = backbone(
-            input_ids=input_ids.flatten()[rows.tokens].unsqueeze(0),
+            input_ids=input_ids.flatten()[rows.slots].unsqueeze(0),
             attention_mask=None,
             use_cache=False,
             **position_arguments(backbone, rows.positions.unsqueeze(0)),
             **router_arguments(),
         )
-    record_router(  # a token that several rows share counts for each of them
-        output,
-        real_slots(input_ids, lengths),
-        lambda mask: torch.bincount(rows.places[mask], minlength=len(rows.tokens)),
-    )
-    return output.last_hidden_state[0], places
+
+    def occurrences(mask: Tensor) -> Tensor:
+        """A token that several rows share counts for each of them."""
+        return torch.bincount(rows.offsets[mask], minlength=len(rows.slots))
+
+    record_router(output, real_slots(input_ids, lengths), occurrences)
+    return output.last_hidden_state[0], offsets
 
 
 @dataclass(frozen=True)
@@ -239,8 +257,11 @@ class DividedRows:
         if not (packed and are_uneven(lengths)):
             return cls(real, None, input_ids.shape[1])
         width = int(lengths.sum())
+        segment_lengths = lengths.tolist()
         filler = -width % sequence_ranks()
-        return cls(real, Segments([*lengths.tolist(), *([filler] if filler else [])]), width)
+        if filler:
+            segment_lengths.append(filler)
+        return cls(real, Segments(segment_lengths), width)
 
     def laid_out(self, values: Tensor) -> Tensor:
         """(B, T) -> (1, N) packed, or as it is."""
@@ -252,43 +273,45 @@ class DividedRows:
         """(B, T) -> (b, ranks x n), laid out, with added columns that hold 0 or False."""
         return torch.nn.functional.pad(self.laid_out(values), (0, -self.width % sequence_ranks()))
 
-    def own(self, values: Tensor) -> Tensor:
+    def columns_of_rank(self, values: Tensor) -> Tensor:
         """(B, T) -> (b, n), laid out, this rank's columns."""
-        return own_columns(self.padded(values))
+        return columns_of_rank(self.padded(values))
 
-    def gathered(self, part: Tensor) -> Tensor:
+    def gathered(self, shard: Tensor) -> Tensor:
         """(b, n, ...) of this rank's columns -> (b, width, ...) of all, laid out. Collective."""
-        return gathered_columns(part)[:, : self.width]
+        return gathered_columns(shard)[:, : self.width]
 
     def run(self, model: Any, input_ids: Tensor, choice: str = "auto") -> Any:
         """The model's output for this rank's columns. A collective of the ranks that share the
         rows."""
-        slots = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        whole = position_arguments(model, self.padded(slots))["position_ids"]
+        columns = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        all_positions = position_arguments(model, self.padded(columns))["position_ids"]
         divided = ForwardPass(model.config, self.segments, divided=True, choice=choice)
-        with divided.running(), rotary_of_whole_rows(model, whole):
+        with divided.running(), rotary_of_whole_rows(model, all_positions):
             output = model(
-                input_ids=self.own(input_ids),
+                input_ids=self.columns_of_rank(input_ids),
                 attention_mask=None,
                 use_cache=False,
-                **position_arguments(model, self.own(slots)),
+                **position_arguments(model, self.columns_of_rank(columns)),
                 **router_arguments(),
             )
-        record_router(output, self.real, self.own)
+        record_router(output, self.real, self.columns_of_rank)
         return output
 
-    def values(self, part: Tensor) -> Tensor:
+    def values(self, shard: Tensor) -> Tensor:
         """(b, n) fp32 of this rank's tokens -> (B, T) of all, 0 outside packed rows. Collective as
         `run`."""
-        whole = self.gathered(part)
+        values = self.gathered(shard)
         if self.segments is None:
-            return whole
-        return whole.new_zeros(self.real.shape).masked_scatter(self.real, whole)
+            return values
+        return values.new_zeros(self.real.shape).masked_scatter(self.real, values)
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """For `torch.utils.checkpoint`: layers run again as in the forward pass."""
-    return nullcontext(), _RUNNING[-1].running() if _RUNNING else nullcontext()
+    if _RUNNING:
+        return nullcontext(), _RUNNING[-1].running()
+    return nullcontext(), nullcontext()
 
 
 CHECKPOINTING = {"use_reentrant": False, "context_fn": checkpoint_contexts}

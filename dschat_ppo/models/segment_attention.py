@@ -42,19 +42,28 @@ class _BlockwiseAttention(torch.autograd.Function):
             query, key, value, segments.table, window, scale
         )
         ctx.save_for_backward(query, key, value, output, log_sums)
-        ctx.segments, ctx.window, ctx.scale = segments, window, scale
+        ctx.segments = segments
+        ctx.window = window
+        ctx.scale = scale
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, log_sums = ctx.saved_tensors
-        table = ctx.segments.table
-        groups = ctx.segments.groups
-        found = operations.causal_attention_backward(
-            query, key, value, output, log_sums, gradient, table, groups, ctx.window, ctx.scale
+        gradients = operations.causal_attention_backward(
+            query,
+            key,
+            value,
+            output,
+            log_sums,
+            gradient,
+            ctx.segments.table,
+            ctx.segments.groups,
+            ctx.window,
+            ctx.scale,
         )
-        return *found, None, None, None
+        return *gradients, None, None, None
 
 
 def blockwise_attention(
@@ -74,10 +83,10 @@ def blockwise_attention(
     logits; None: d ** -0.5.
     """
     assert sum(segments.lengths) == query.shape[2]
-    found: Tensor = _BlockwiseAttention.apply(
-        query, key, value, segments, window, query.shape[-1] ** -0.5 if scale is None else scale
-    )
-    return found
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    mixed: Tensor = _BlockwiseAttention.apply(query, key, value, segments, window, scale)
+    return mixed
 
 
 LARGEST_FLASH_HEAD = 256
@@ -88,7 +97,7 @@ VARLEN_ARGUMENTS = {"scale", "window_size"}  # that not every version of PyTorch
 # FlashAttention
 
 
-def varlen_kernel() -> Callable[..., Any] | None:
+def varlen_flash_kernel() -> Callable[..., Any] | None:
     """PyTorch's variable-length FlashAttention; None where PyTorch is too old for it or for an
     argument used here."""
     try:
@@ -101,14 +110,14 @@ def varlen_kernel() -> Callable[..., Any] | None:
     if "enable_gqa" in known:
         return varlen_attn
 
-    def without_gqa(*given: Any, enable_gqa: bool, **options: Any) -> Any:
+    def without_gqa(*arguments: Any, enable_gqa: bool, **options: Any) -> Any:
         """PyTorch 2.11 takes fewer key heads without being asked."""
-        return varlen_attn(*given, **options)
+        return varlen_attn(*arguments, **options)
 
     return without_gqa
 
 
-_VARLEN = varlen_kernel()
+_VARLEN = varlen_flash_kernel()
 
 
 def suits_varlen(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
@@ -140,27 +149,32 @@ def varlen_attention(
 ) -> Tensor:
     """PyTorch's variable-length FlashAttention over the segments of one row: (1, heads, T, d) ->
     (1, T, heads, d)."""
-    parts = segments.varlen(query.device)
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # (T, heads, d)
-    if parts.columns is not None:
+    bounds = segments.varlen(query.device)
+    queries = query[0].transpose(0, 1).contiguous()  # (T, heads, d)
+    keys = key[0].transpose(0, 1).contiguous()
+    values = value[0].transpose(0, 1).contiguous()
+    if bounds.columns is not None:
         # a shared key's gradients add up in fp32, always in one order
-        k = k[parts.columns]
-        v = v[parts.columns]
+        keys = keys[bounds.columns]
+        values = values[bounds.columns]
     assert _VARLEN is not None
     # its window ends at the last query and the last key of a segment; -1: it hides no key
-    found: Tensor = _VARLEN(
-        q,
-        k,
-        v,
-        parts.queries,
-        parts.keys,
-        parts.most_queries,
-        parts.most_keys,
+    keys_before = -1
+    if window is not None:
+        keys_before = window - 1
+    mixed: Tensor = _VARLEN(
+        queries,
+        keys,
+        values,
+        bounds.query_bounds,
+        bounds.key_bounds,
+        bounds.most_queries,
+        bounds.most_keys,
         scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
+        window_size=(keys_before, 0),
+        enable_gqa=queries.shape[1] != keys.shape[1],
     )
-    return found.unsqueeze(0)
+    return mixed.unsqueeze(0)
 
 
 # Kernels for a CPU
@@ -191,101 +205,108 @@ def suits_blocks(
 
 def segment_by_segment(
     module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    projections: tuple[Tensor, Tensor, Tensor],
     segments: Segments | None,
     window: int | None,
     options: dict[str, Any],
     eager: bool = False,
 ) -> Tensor:
-    """One segment after another by PyTorch's scaled dot product attention: (b, heads, T, d) -> (b,
-    T, heads, d).
+    """One segment after another by PyTorch's scaled dot product attention.
 
-    `query`, `key` and `value` are rotated; the latter two may have fewer heads. `segments` of the
-    only row; None: each of the b rows is a segment. `window`: how many keys a query sees, its own
-    among them; None: all. `options` are those of transformers' attention functions. `eager`:
-    compute products and softmax as operations of their own.
+    Args:
+        module: the layer.
+        projections: query, key and value, (b, heads, T, d), rotated; the latter two may have fewer
+            heads.
+        segments: of the only row; None: each of the b rows is a segment.
+        window: how many keys a query sees, its own among them; None: all.
+        options: those of transformers' attention functions.
+        eager: compute products and softmax as operations of their own.
+
+    Returns:
+        (b, T, heads, d).
     """
-    parts: list[Any] = [(query, key, value)]
+    query, key, value = projections
+    is_eager = eager or any(options.get(name) is not None for name in OF_OTHER_KERNELS)
+    seen = None
+    chunks = [projections]
     if segments is not None:
-        parts = list(
-            zip(*(x.split(segments.lengths, dim=2) for x in (query, key, value)), strict=True)
-        )
+        seen = segments.seen
+        query_chunks = query.split(segments.lengths, dim=2)
+        key_chunks = key.split(segments.lengths, dim=2)
+        value_chunks = value.split(segments.lengths, dim=2)
+        chunks = list(zip(query_chunks, key_chunks, value_chunks, strict=True))
     outputs = []
-    for number, (q, k, v) in enumerate(parts):
-        if (
-            segments is not None
-            and segments.seen is not None
-            and segments.seen[number][0] < segments.seen[number][1]
-        ):
-            before = slice(*segments.seen[number])
-            k = torch.cat([key[:, :, before], k], dim=2)
-            v = torch.cat([value[:, :, before], v], dim=2)
-        # keys that each query sees: its own, the last query's being the last key, and the `window -
-        # 1` before it; None: a kernel that is causal by itself does, or every query sees every key
-        queries, keys, band = q.shape[2], k.shape[2], None  # (1, 1, queries, keys) bool
-        if not ((window is None or keys <= window) and queries in (1, keys)):
-            band = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(
-                keys - queries
-            )[None, None]
-            if window is None:
-                band = band
-            else:
-                band = band.triu(keys - queries + 1 - window)
-        if eager or options.get("softcap") is not None or options.get("s_aux") is not None:
-            outputs.append(_eager_attention(module, q, k, v, band, **options))
-        elif queries < keys:
-            outputs.append(_grouped_attention(q, k, v, band, **options))
+    for segment, (queries, keys, values) in enumerate(chunks):
+        if seen is not None and seen[segment][0] < seen[segment][1]:
+            before = slice(*seen[segment])
+            keys = torch.cat([key[:, :, before], keys], dim=2)
+            values = torch.cat([value[:, :, before], values], dim=2)
+        band = _band(queries.shape[2], keys.shape[2], window, queries.device)
+        if is_eager:
+            output = _eager_attention(module, queries, keys, values, band, options)
+        elif queries.shape[2] < keys.shape[2]:
+            output = _grouped_attention(queries, keys, values, band, options.get("scaling"))
         else:
-            outputs.append(sdpa_attention_forward(module, q, k, v, band, **options)[0])
+            output, _ = sdpa_attention_forward(module, queries, keys, values, band, **options)
+        outputs.append(output)
     return torch.cat(outputs, dim=1)
 
 
+def _band(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
+    """(1, 1, queries, keys) bool, True on the keys that each query sees: its own, the last query's
+    being the last key, and the `window - 1` before it (None: all before it). None: every query sees
+    every key, or a kernel that is causal by itself does as well."""
+    if (window is None or keys <= window) and queries in (1, keys):
+        return None
+    band = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    if window is not None:
+        band = band.triu(keys - queries + 1 - window)
+    return band[None, None]
+
+
 def _grouped_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    band: Tensor | None,
-    scaling: float | None = None,
-    **_: Any,
+    query: Tensor, key: Tensor, value: Tensor, band: Tensor | None, scale: float | None
 ) -> Tensor:
     """`sdpa_attention_forward` without dropout, and without the copies that it makes with a mask:
     of the keys, for each head of their group. (b, heads, T, d) -> (b, T, heads, d)."""
-    found = functional.scaled_dot_product_attention(
-        query, key, value, band, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    enable_gqa = query.shape[1] != key.shape[1]
+    mixed = functional.scaled_dot_product_attention(
+        query, key, value, band, scale=scale, enable_gqa=enable_gqa
     )
-    return found.transpose(1, 2)
+    return mixed.transpose(1, 2)
 
 
-def _eager_attention(  # noqa: PLR0913
+def _eager_attention(
     module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     band: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
+    options: dict[str, Any],
 ) -> Tensor:
     """Attention as products and a softmax. PyTorch has no other one with a soft cap of its logits
     (Gemma 2), or with one more logit for each head that no value belongs to (the sinks of GPT-OSS,
     `s_aux` (heads,)). (b, heads, T, d) -> (b, T, heads, d)."""
+    scale = options.get("scaling")
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    softcap = options.get("softcap")
+    sinks = options.get("s_aux")
     groups = query.shape[1] // key.shape[1]
     length = query.shape[2]
     keys = key.shape[2]
     key = key.repeat_interleave(groups, dim=1)
     value = value.repeat_interleave(groups, dim=1)
-    logits = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    logits = query @ key.transpose(2, 3) * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    causal = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(keys - length)
-    logits = logits.masked_fill(~(causal if band is None else band), -torch.inf)
-    if s_aux is not None:
-        sinks = s_aux.to(logits.dtype).view(1, -1, 1, 1).expand(len(logits), -1, length, 1)
-        logits = torch.cat([logits, sinks], dim=-1)
-    shares = torch.softmax(logits.float(), dim=-1)[..., :keys].to(value.dtype)
-    shares = functional.dropout(shares, dropout, module.training)
-    return (shares @ value).transpose(1, 2)
+    if band is None:
+        band = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(keys - length)
+    logits = logits.masked_fill(~band, -torch.inf)
+    if sinks is not None:
+        sink_logits = sinks.to(logits.dtype).view(1, -1, 1, 1).expand(len(logits), -1, length, 1)
+        logits = torch.cat([logits, sink_logits], dim=-1)
+    probabilities = torch.softmax(logits.float(), dim=-1)[..., :keys].to(value.dtype)
+    dropout = options.get("dropout", 0.0)
+    probabilities = functional.dropout(probabilities, dropout, module.training)
+    return (probabilities @ value).transpose(1, 2)

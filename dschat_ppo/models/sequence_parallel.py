@@ -29,31 +29,31 @@ from dschat_ppo.common.dist import sequence_group, sequence_rank, sequence_ranks
 OF_HEADS = ("s_aux",)  # attention options with one entry for each head
 
 
-def own_columns(rows: Tensor) -> Tensor:
+def columns_of_rank(rows: Tensor) -> Tensor:
     """(b, ranks x n, ...) -> (b, n, ...): the columns of this rank."""
     return rows.chunk(sequence_ranks(), dim=1)[sequence_rank()]
 
 
-def gathered_columns(part: Tensor) -> Tensor:
+def gathered_columns(shard: Tensor) -> Tensor:
     """(b, n, ...) -> (b, ranks x n, ...): those of all ranks; the backward pass keeps this rank's.
     Collective."""
-    whole: Tensor = _GatherColumns.apply(part)
-    return whole
+    columns: Tensor = _GatherColumns.apply(shard)
+    return columns
 
 
 class _GatherColumns(torch.autograd.Function):
-    """Every rank computes the same loss of the gathered columns: the gradient of its part needs no
+    """Every rank computes the same loss of the gathered columns: the gradient of its shard needs no
     sum over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor) -> Tensor:
-        parts = [torch.empty_like(part) for _ in range(sequence_ranks())]
-        torch_dist.all_gather(parts, part.contiguous(), group=sequence_group())
-        return torch.cat(parts, dim=1)
+    def forward(ctx: Any, shard: Tensor) -> Tensor:
+        shards = [torch.empty_like(shard) for _ in range(sequence_ranks())]
+        torch_dist.all_gather(shards, shard.contiguous(), group=sequence_group())
+        return torch.cat(shards, dim=1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return own_columns(grad).contiguous()
+        return columns_of_rank(grad).contiguous()
 
 
 class _Exchange(torch.autograd.Function):
@@ -62,7 +62,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, divided: int, joined: int) -> Tensor:
-        ctx.divided, ctx.joined = divided, joined
+        ctx.divided = divided
+        ctx.joined = joined
         return _exchanged(value, divided, joined)
 
     @staticmethod
@@ -71,6 +72,8 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchanged(value: Tensor, divided: int, joined: int) -> Tensor:
+    """The chunks that all ranks send to this one: each rank sends its chunk of dimension `divided`
+    to each other rank, and joins what it receives along dimension `joined`."""
     sent = torch.stack(value.chunk(sequence_ranks(), dim=divided))  # (ranks, ...)
     received = torch.empty_like(sent)
     torch_dist.all_to_all_single(received, sent, group=sequence_group())
@@ -90,12 +93,12 @@ def rotary_of_whole_rows(model: nn.Module, positions: Tensor) -> Iterator[None]:
             return arguments, {**named, "position_ids": positions}
         return (arguments[0], positions, *arguments[2:]), named
 
-    def keep_own(_module: nn.Module, _arguments: Any, output: Any) -> Any:
-        return torch.utils._pytree.tree_map(own_columns, output)
+    def keep_columns_of_rank(_module: nn.Module, _arguments: Any, output: Any) -> Any:
+        return torch.utils._pytree.tree_map(columns_of_rank, output)
 
     rotary = [module for module in model.modules() if hasattr(module, "rope_type")]
     hooks = [module.register_forward_pre_hook(see_all, with_kwargs=True) for module in rotary]
-    hooks += [module.register_forward_hook(keep_own) for module in rotary]
+    hooks += [module.register_forward_hook(keep_columns_of_rank) for module in rotary]
     try:
         yield
     finally:
@@ -107,17 +110,28 @@ def exchanged(value: Tensor) -> Tensor:
     """(b, heads, n, d) of this rank's n columns -> (b, heads / ranks, ranks x n, d) of its heads;
     and (b, ranks x n, heads / ranks, d) of its heads -> (b, n, heads, d) of its columns.
     Collective."""
-    found: Tensor = _Exchange.apply(value, 1, 2)
-    return found
+    received: Tensor = _Exchange.apply(value, 1, 2)
+    return received
 
 
 def heads_of_rank(
     module: Any, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
 ) -> tuple[Any, Tensor, Tensor, Tensor, dict[str, Any]]:
-    """What an attention function needs to compute the heads of this rank over all columns: the
-    attributes of the layer that it reads, `exchanged` tensors, and options. Key and value heads
-    that the ranks do not divide are repeated first. With `lcm(key heads, ranks)` of them, each rank
-    has those that its queries read, and the fewest."""
+    """The arguments with which an attention function computes the heads of this rank over all
+    columns. Collective.
+
+    Key and value heads that the ranks do not divide are repeated first. With `lcm(key heads,
+    ranks)` of them, each rank has those that its queries read, and the fewest.
+
+    Args:
+        module: the layer.
+        query: (b, heads, n, d) of this rank's n columns; `key` and `value` likewise.
+        options: of transformers' attention functions.
+
+    Returns:
+        The attributes of the layer that the function reads; `exchanged` query, key and value; the
+        options, with this rank's share of those that have an entry for each head.
+    """
     repeats = math.lcm(key.shape[1], sequence_ranks()) // key.shape[1]
     if repeats > 1:
         key = key.repeat_interleave(repeats, dim=1)

@@ -1,5 +1,5 @@
 """The models in engines: `PolicyModel` (actor, reference, SFT) gives log-probs and entropies of the
-wanted tokens only, `ScalarModel` (reward model, critic) one scalar for every position. Their passes
+target tokens only, `ScalarModel` (reward model, critic) one scalar for every position. Their passes
 over responses are those of rollout, scoring and training alike, so that the numbers agree."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Teaching:
 
     teacher: OutputLayer
     divergence: Divergence
-    tokens: Tensor | None = None  # int64, the numbers of these tokens; None: all
+    tokens: Tensor | None = None  # int64, the indices of these tokens; None: all
 
 
 class WrappedModel(nn.Module):
@@ -80,9 +80,9 @@ class WrappedModel(nn.Module):
 
 class PolicyModel(WrappedModel):
     """A causal language model whose outputs are log-probs of tokens instead of logits. Fused, it
-    selects the hidden states that predict wanted tokens, and goes through the vocabulary in blocks.
+    selects the hidden states that predict targets, and goes through the vocabulary in blocks.
     Otherwise, for heads that are more than a matrix product with a known scale and soft cap, it
-    computes the logits from the first wanted position on."""
+    computes the logits from the first such position on."""
 
     def __init__(self, lm: PreTrainedModel, layout: Layout = Layout()):  # noqa: B008  it is immutable
         super().__init__()
@@ -103,21 +103,22 @@ class PolicyModel(WrappedModel):
     def forward(
         self,
         input_ids: Tensor,
-        wanted: Tensor,
+        target_mask: Tensor,
         temperature: float = 1.0,
         entropy_grad: bool = False,
         forbidden: Forbidden | None = None,
         states: bool = False,
         teachings: Sequence[Teaching] = (),
     ) -> tuple[Tensor, ...]:
-        """Log-probs of the N wanted tokens, and entropies of the distributions that they are drawn
+        """Log-probs of the N target tokens, and entropies of the distributions that they are drawn
         from, (N) fp32, row after row; then, where they are asked for, the N hidden states that the
         head takes, and the divergence from each teacher, (N) fp32.
 
         Args:
             input_ids: (B, T) int64, right-padded.
-            wanted: (B, T) bool, True on tokens whose log-prob is wanted; the first column is
+            target_mask: (B, T) bool, True on tokens whose log-prob is computed; the first column is
                 ignored.
+            temperature: divides the logits.
             entropy_grad: keep the gradient of the entropies.
             forbidden: (B, T) bool, True on tokens that were drawn without some others, and the ids
                 of these.
@@ -125,39 +126,18 @@ class PolicyModel(WrappedModel):
             teachings: give the divergence from each of these at its tokens, and 0 elsewhere, if
                 `compares_distributions`.
         """
-        # (B,) int64: the tokens of each row up to the one whose state predicts the last wanted
-        # token, at least 1
-        lengths = (
-            torch.where(wanted, torch.arange(wanted.shape[1], device=wanted.device), 0)
-            .amax(dim=1)
-            .clamp_min(1)
-        )
         with activations_on_host(self.layout.offload_activations):
             if self.layout.divided:
                 return self._divided_scores(
-                    input_ids, wanted, lengths, temperature, entropy_grad, forbidden
+                    input_ids, target_mask, temperature, entropy_grad, forbidden
                 )
             if not self.layout.fused:
                 return self._plain_scores(
-                    input_ids, wanted, lengths, temperature, entropy_grad, forbidden
+                    input_ids, target_mask, temperature, entropy_grad, forbidden
                 )
-            # (N,) each: the places of the wanted tokens, found before the forward pass because the
-            # host waits for them
-            row, column = wanted[:, 1:].nonzero(as_tuple=True)
-            tokens = input_ids[row, column + 1]
-            places = row * input_ids.shape[1] + column
-            if forbidden is not None:
-                forbidden = forbidden[0][row, column + 1], forbidden[1]
-            found, places = token_states(
-                self.backbone, self.layout, input_ids, lengths, places, self.layout.reads_few
+            return self._fused_scores(
+                input_ids, target_mask, temperature, entropy_grad, forbidden, states, teachings
             )
-            hidden = found[places]  # (N, H)
-            scores = self._head_scores(
-                hidden, tokens, temperature, entropy_grad, forbidden, teachings
-            )
-            if states:
-                return (*scores[:2], hidden, *scores[2:])
-            return scores
 
     @property
     def compares_distributions(self) -> bool:
@@ -169,35 +149,73 @@ class PolicyModel(WrappedModel):
         """The head, and hidden states (N, H) that it takes."""
         head = self.lm.get_output_embeddings()
 
-        def whole() -> AbstractContextManager[Any]:
-            parts = [
-                part
-                for part in (head.weight, head.bias)
-                if part is not None and is_partitioned(part)
-            ]
+        def gathered() -> AbstractContextManager[Any]:
+            """In the block, ZeRO-3 has the weights whole on each rank."""
             # a student over the same base may hold them whole already
-            missing = [part for part in parts if part.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+            missing = [
+                parameter
+                for parameter in (head.weight, head.bias)
+                if parameter is not None
+                and is_partitioned(parameter)
+                and parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE
+            ]
             if missing:
                 return deepspeed.zero.GatheredParameters(missing)
             return nullcontext()
 
-        return OutputLayer(hidden.to(head.weight.dtype), head.weight, head.bias, self._head, whole)
+        return OutputLayer(
+            hidden.to(head.weight.dtype), head.weight, head.bias, self._head, gathered
+        )
+
+    def _fused_scores(
+        self,
+        input_ids: Tensor,
+        target_mask: Tensor,
+        temperature: float,
+        entropy_grad: bool,
+        forbidden: Forbidden | None,
+        states: bool,
+        teachings: Sequence[Teaching],
+    ) -> tuple[Tensor, ...]:
+        """`forward` through the vocabulary in blocks."""
+        # (N,) each: where the states before the targets are, before the forward pass because the
+        # host waits for them
+        row, column = target_mask[:, 1:].nonzero(as_tuple=True)
+        tokens = input_ids[row, column + 1]
+        slots = row * input_ids.shape[1] + column
+        if forbidden is not None:
+            mask, ids = forbidden
+            forbidden = mask[row, column + 1], ids
+        all_states, offsets = token_states(
+            self.backbone,
+            self.layout,
+            input_ids,
+            _lengths_read(target_mask),
+            slots,
+            self.layout.reads_few,
+        )
+        hidden = all_states[offsets]  # (N, H)
+        logprobs, entropy, *divergences = self._head_scores(
+            hidden, tokens, temperature, entropy_grad, forbidden, teachings
+        )
+        if states:
+            return logprobs, entropy, hidden, *divergences
+        return logprobs, entropy, *divergences
 
     def _plain_scores(
         self,
         input_ids: Tensor,
-        wanted: Tensor,
-        lengths: Tensor,
+        target_mask: Tensor,
         temperature: float,
         entropy_grad: bool,
         forbidden: Forbidden | None,
     ) -> tuple[Tensor, Tensor]:
-        places = wanted[:, 1:]
-        tokens = input_ids[:, 1:][wanted[:, 1:]]
-        if places.numel():
-            first = int(places.any(dim=0).int().argmax())
-        else:
-            first = 0
+        """Log-probs and entropies (N,) of the targets from whole logits of padded rows."""
+        predicts = target_mask[:, 1:]  # (B, T - 1): tokens whose next one is a target
+        tokens = input_ids[:, 1:][predicts]
+        first = 0
+        if predicts.numel():
+            first = int(predicts.any(dim=0).int().argmax())
         count = input_ids.shape[1] - first  # columns whose logits are computed
         with padded_rows(self.lm, self.layout.attention).running():
             output = self.lm(
@@ -208,46 +226,53 @@ class PolicyModel(WrappedModel):
                 **last_logits_argument(self.lm, count),
                 **router_arguments(),
             )
-        record_router(output, real_slots(input_ids, lengths))
-        logits = output.logits[:, -count:-1][places[:, first:]]  # (N, V)
+        record_router(output, real_slots(input_ids, _lengths_read(target_mask)))
+        logits = output.logits[:, -count:-1][predicts[:, first:]]  # (N, V)
         if forbidden is not None:
+            mask, ids = forbidden
             logits = logits.float()
-            forbid_(logits, (forbidden[0][:, 1:][places], forbidden[1]))
+            forbid_(logits, (mask[:, 1:][predicts], ids))
         return _scores(logits, tokens, temperature, entropy_grad)
 
     def _divided_scores(
         self,
         input_ids: Tensor,
-        wanted: Tensor,
-        lengths: Tensor,
+        target_mask: Tensor,
         temperature: float,
         entropy_grad: bool,
         forbidden: Forbidden | None,
     ) -> tuple[Tensor, Tensor]:
-        # (B, T): the token before a wanted one
-        predicts = torch.nn.functional.pad(wanted[:, 1:], (0, 1))
-        rows = DividedRows.of(input_ids, lengths, self.layout.packed)
-        own = rows.own(predicts)  # (b, n)
-        # the token after each of this rank
-        tokens = rows.own(torch.nn.functional.pad(input_ids[:, 1:], (0, 1)))[own]
+        """Log-probs and entropies (N,) of the targets on every rank that shares the rows, each of
+        which runs its columns. Collective."""
+
+        def of_next_token(values: Tensor) -> Tensor:
+            """(B, T), at each token what the next one has; 0 or False at the last."""
+            return torch.nn.functional.pad(values[:, 1:], (0, 1))
+
+        predicts = of_next_token(target_mask)  # (B, T): tokens whose next one is a target
+        rows = DividedRows.of(input_ids, _lengths_read(target_mask), self.layout.packed)
+        rank_predicts = rows.columns_of_rank(predicts)  # (b, n)
+        tokens = rows.columns_of_rank(of_next_token(input_ids))[rank_predicts]
         if forbidden is not None:
-            forbidden = (
-                rows.own(torch.nn.functional.pad(forbidden[0][:, 1:], (0, 1)))[own],
-                forbidden[1],
-            )
+            mask, ids = forbidden
+            forbidden = rows.columns_of_rank(of_next_token(mask))[rank_predicts], ids
         if self.layout.fused:
-            states = rows.run(self.backbone, input_ids, self.layout.attention).last_hidden_state[
-                own
-            ]
+            output = rows.run(self.backbone, input_ids, self.layout.attention)
+            states = output.last_hidden_state[rank_predicts]
             scores = self._head_scores(states, tokens, temperature, entropy_grad, forbidden)
         else:
-            logits = rows.run(self.lm, input_ids, self.layout.attention).logits[own].float()
+            output = rows.run(self.lm, input_ids, self.layout.attention)
+            logits = output.logits[rank_predicts].float()
             forbid_(logits, forbidden)
             scores = _scores(logits, tokens, temperature, entropy_grad)
-        both = torch.stack(scores, dim=-1)  # (own tokens, 2)
-        spread = both.new_zeros((*own.shape, 2)).masked_scatter(own.unsqueeze(-1), both)
-        logprobs, entropy = rows.gathered(spread)[rows.laid_out(predicts)].unbind(dim=-1)
-        return logprobs, entropy if entropy_grad else entropy.detach()
+        rank_scores = torch.stack(scores, dim=-1)  # (targets of this rank, 2)
+        in_columns = rank_scores.new_zeros((*rank_predicts.shape, 2))
+        in_columns = in_columns.masked_scatter(rank_predicts.unsqueeze(-1), rank_scores)
+        all_scores = rows.gathered(in_columns)[rows.laid_out(predicts)]  # (N, 2)
+        logprobs, entropy = all_scores.unbind(dim=-1)
+        if not entropy_grad:
+            entropy = entropy.detach()
+        return logprobs, entropy
 
     def _head_scores(
         self,
@@ -263,29 +288,40 @@ class PolicyModel(WrappedModel):
         head = self.lm.get_output_embeddings()
 
         def scores(hidden: Tensor) -> tuple[Tensor, ...]:
-            layer = head.weight, head.bias
-            found = fused_token_scores(
-                hidden, *layer, tokens, temperature, self._head, entropy_grad, forbidden=forbidden
+            """The outputs of `_head_scores`, while the weight of the head is whole."""
+            logprobs, entropy = fused_token_scores(
+                hidden,
+                head.weight,
+                head.bias,
+                tokens,
+                temperature,
+                self._head,
+                entropy_grad,
+                forbidden=forbidden,
             )
-            divergences = []  # (N,) each
+            divergences = []
             for teaching in teachings:
-                at = slice(None) if teaching.tokens is None else teaching.tokens
-                part = fused_divergence(
-                    hidden[at],
-                    *layer,
+                taught: Any = slice(None)
+                if teaching.tokens is not None:
+                    taught = teaching.tokens
+                forbidden_there = None
+                if forbidden is not None:
+                    forbidden_there = forbidden[0][taught], forbidden[1]
+                divergence = fused_divergence(
+                    hidden[taught],
+                    head.weight,
+                    head.bias,
                     teaching.teacher,
                     teaching.divergence,
                     temperature,
                     self._head,
-                    forbidden=forbidden and (forbidden[0][at], forbidden[1]),
+                    forbidden=forbidden_there,
                 )
-                elsewhere = part.new_zeros(len(hidden))
-                divergences.append(
-                    part
-                    if teaching.tokens is None
-                    else elsewhere.index_add(0, teaching.tokens, part)
-                )
-            return *found, *divergences
+                if teaching.tokens is not None:
+                    zeros = divergence.new_zeros(len(hidden))
+                    divergence = zeros.index_add(0, teaching.tokens, divergence)
+                divergences.append(divergence)  # (N,)
+            return logprobs, entropy, *divergences
 
         # Call the head as a module, so that ZeRO-3 gathers its weight, with another function
         # inside.
@@ -293,10 +329,21 @@ class PolicyModel(WrappedModel):
             return head(states.to(head.weight.dtype))  # Mamba's states are in fp32
 
 
+def _lengths_read(target_mask: Tensor) -> Tensor:
+    """(B,) int64: the tokens of each row up to the one whose state predicts the last target, at
+    least 1."""
+    columns = torch.arange(target_mask.shape[1], device=target_mask.device)
+    return torch.where(target_mask, columns, 0).amax(dim=1).clamp_min(1)
+
+
 def _scores(
     logits: Tensor, tokens: Tensor, temperature: float, entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    entropy = token_entropy(logits if entropy_grad else logits.detach(), temperature)
+    """Log-probs of `tokens` (N,), and entropies (N,), from logits (N, V)."""
+    entropy_logits = logits
+    if not entropy_grad:
+        entropy_logits = logits.detach()
+    entropy = token_entropy(entropy_logits, temperature)
     return token_logprobs(logits, tokens, temperature), entropy
 
 
@@ -320,29 +367,38 @@ class ScalarModel(WrappedModel):
         input_ids: Tensor,
         lengths: Tensor,
         last_only: bool = False,
-        wanted: Tensor | None = None,
+        read_mask: Tensor | None = None,
     ) -> Tensor:
-        """(B, T) right-padded ids and (B,) lengths -> (B, T) fp32 values; those after a row's end
-        are meaningless. With `last_only` (B,), the values of the last tokens; with `wanted` (B, T)
-        bool (N,), those of the real tokens where it is True, row after row. Packed rows then need
-        no memory for padding."""
+        """A value for each token, as the causal model sees the row up to it.
+
+        Args:
+            input_ids: (B, T) int64, right-padded.
+            lengths: (B,) int64.
+            last_only: compute the values of the last tokens alone.
+            read_mask: (B, T) bool, True on the N real tokens whose values are computed; None: all.
+
+        Returns:
+            (B, T) fp32, meaningless after a row's end; (B,) with `last_only`; (N,) with
+            `read_mask`, row after row. Packed rows then need no memory for padding.
+        """
         with activations_on_host(self.layout.offload_activations):
-            places = torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape)
-            if wanted is not None:
-                places = places[wanted]
+            slots = torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape)
+            if read_mask is not None:
+                slots = slots[read_mask]
             elif last_only:
-                places = places.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
+                slots = slots.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
             if self.layout.divided:
                 rows = DividedRows.of(input_ids, lengths, self.layout.packed)
-                states = rows.run(self.backbone, input_ids, self.layout.attention).last_hidden_state
-                return rows.values(self._head(states)).flatten()[places]
-            few = self.layout.reads_few and (wanted is not None or last_only)
-            states, places = token_states(
-                self.backbone, self.layout, input_ids, lengths, places, few
+                output = rows.run(self.backbone, input_ids, self.layout.attention)
+                values = rows.values(self._head(output.last_hidden_state))
+                return values.flatten()[slots]
+            reads_few = self.layout.reads_few and (read_mask is not None or last_only)
+            states, offsets = token_states(
+                self.backbone, self.layout, input_ids, lengths, slots, reads_few
             )
-            if places.dim() == 1:
-                return self._head(states[places])
-            return self._head(states)[places]
+            if offsets.dim() == 1:
+                return self._head(states[offsets])
+            return self._head(states)[offsets]
 
     def _head(self, states: Tensor) -> Tensor:
         """(..., H) -> (...) fp32."""
@@ -376,41 +432,50 @@ def response_logprobs(
     keeps_layer: bool = False,
     teachings: Sequence[Teaching] = (),
 ) -> ResponseLogprobs:
-    """Log-probs of the response tokens under a `PolicyModel`, or the one in an engine, and
-    entropies of what they are drawn from. `minimum_length`: tokens that could not be drawn at the
-    beginning of an answer. `keeps_layer`: give the `layer`. `teachings`: give the `divergences`
-    from teachers on the same tokens."""
+    """Log-probs of the response tokens under a `PolicyModel`, or the one in an engine.
+
+    Args:
+        engine: the model.
+        rows: prompts and responses.
+        temperature: of sampling.
+        entropy_grad: keep the gradient of the entropies.
+        minimum_length: tokens that could not be drawn at the beginning of a response.
+        keeps_layer: give the `layer` too.
+        teachings: give the `divergences` from these teachers on the same tokens.
+
+    Returns:
+        Log-probs, entropies of the distributions that the tokens are drawn from, and what was asked
+        for.
+    """
     input_ids, _ = full_sequences(rows)
-    wanted = chosen_columns(rows, input_ids.shape[1])
+    target_mask = chosen_columns(rows, input_ids.shape[1])
     forbidden = None
     if minimum_length is not None:
-        slots = torch.arange(input_ids.shape[1], device=input_ids.device)
-        early = slots < rows.prompt_mask.sum(dim=1, keepdim=True) + minimum_length.minimum
-        forbidden = wanted & early, minimum_length.ids
+        columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+        prompt_tokens = rows.prompt_mask.sum(dim=1, keepdim=True)
+        is_early = columns < prompt_tokens + minimum_length.minimum
+        forbidden = target_mask & is_early, minimum_length.ids
     logprobs, entropy, *extras = engine(
-        input_ids, wanted, temperature, entropy_grad, forbidden, keeps_layer, teachings
+        input_ids, target_mask, temperature, entropy_grad, forbidden, keeps_layer, teachings
     )
 
-    def in_rows(numbers: Tensor) -> Tensor:
-        return numbers.new_zeros(rows.response_mask.shape).masked_scatter(
-            rows.response_mask, numbers
-        )
+    def in_rows(values: Tensor) -> Tensor:
+        """(N,) -> (B, R), 0 outside `response_mask`."""
+        zeros = values.new_zeros(rows.response_mask.shape)
+        return zeros.masked_scatter(rows.response_mask, values)
 
     policy: Any = unwrap(engine)
+    layer = None
     if keeps_layer:
         layer = policy.output_layer(extras.pop(0))
-    else:
-        layer = None
-    return ResponseLogprobs(
-        in_rows(logprobs), in_rows(entropy), [in_rows(each) for each in extras], layer
-    )
+    divergences = [in_rows(divergence) for divergence in extras]
+    return ResponseLogprobs(in_rows(logprobs), in_rows(entropy), divergences, layer)
 
 
 def response_values(engine: Model, rows: Rollout) -> Tensor:
     """The critic's value before each response token, (B, R) fp32, 0 outside `response_mask`."""
     input_ids, lengths = full_sequences(rows)
-    before = chosen_columns(rows, input_ids.shape[1], shift=1)
-    values = engine(input_ids, lengths, wanted=before)  # (N,)
-    return torch.zeros(rows.response_mask.shape, device=input_ids.device).masked_scatter(
-        rows.response_mask, values
-    )
+    before_responses = chosen_columns(rows, input_ids.shape[1], shift=1)
+    values = engine(input_ids, lengths, read_mask=before_responses)  # (N,)
+    zeros = torch.zeros(rows.response_mask.shape, device=input_ids.device)
+    return zeros.masked_scatter(rows.response_mask, values)

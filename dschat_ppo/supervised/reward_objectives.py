@@ -95,7 +95,7 @@ def reward_objective(
 def process_loss(model: Model, batch: StepBatch, num_steps: Tensor, sums: MetricSums) -> Tensor:
     """Sum of the binary cross-entropy over the labelled steps, divided by `num_steps` of the whole
     optimizer step."""
-    scores = model(batch.input_ids, batch.lengths, wanted=batch.label_mask)  # (N,)
+    scores = model(batch.input_ids, batch.lengths, read_mask=batch.label_mask)  # (N,)
     labels = batch.labels[batch.label_mask]  # (N,)
     losses = step_losses(scores, labels)
     good = labels >= 0.5

@@ -138,11 +138,13 @@ def test_versions_of_pytorch_without_the_kernel_or_with_fewer_arguments(monkeypa
     )
     for module in (old, None):  # without the arguments, and without the kernel
         monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
-        assert segment_attention.varlen_kernel() is None
+        assert segment_attention.varlen_flash_kernel() is None
     # PyTorch 2.11 takes fewer key heads without being asked
     old.varlen_attn = lambda q, k, v, *, scale, window_size: received.append((scale, window_size))
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", old)
-    segment_attention.varlen_kernel()(1, 2, 3, scale=0.5, window_size=(-1, 0), enable_gqa=True)
+    segment_attention.varlen_flash_kernel()(
+        1, 2, 3, scale=0.5, window_size=(-1, 0), enable_gqa=True
+    )
     assert received == [(0.5, (-1, 0))] and not suits(kernel=None)
 
 
@@ -277,7 +279,8 @@ def test_eager_attention_by_hand():
     value = torch.tensor([8.0, 16.0]).view(1, 1, 2, 1)
     module = torch.nn.Module().eval()
     for sink, expected in ((None, 14.0), (torch.log(torch.tensor([4.0])), 7.0)):
-        found = _eager_attention(module, query, key, value, None, 1.0, s_aux=sink)
+        options = {"scaling": 1.0, "s_aux": sink}
+        found = _eager_attention(module, query, key, value, None, options)
         torch.testing.assert_close(found, torch.full((1, 1, 1, 1), expected))
 
 

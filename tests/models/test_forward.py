@@ -167,7 +167,9 @@ def test_values_and_last_scores_and_gradients_are_those_of_each_row_alone(name, 
             torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
         )
         expected = torch.cat([v[mask[: len(v)]] for v, mask in zip(alone, wanted, strict=True)])
-        torch.testing.assert_close(model(ids, lengths, wanted=wanted), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            model(ids, lengths, read_mask=wanted), expected, rtol=0, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("way", ["padded", "packed", "plain"])

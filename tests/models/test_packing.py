@@ -84,13 +84,13 @@ def test_a_layout_by_hand():
     ids[1] += 20
     rows = lay_out(ids, torch.tensor([10, 3, 9]), packs=False, shares=True)
     first = [0, 1, 2, 3, 4, 5, 6, 7, 8]
-    assert rows.tokens.tolist() == [20 + token for token in first] + [8, 9] + [10, 11, 12]
+    assert rows.slots.tolist() == [20 + token for token in first] + [8, 9] + [10, 11, 12]
     assert rows.positions.tolist() == [*first, 8, 9, 0, 1, 2]
     assert rows.segments.lengths == [9, 2, 3]
     assert rows.segments.seen == [(0, 0), (0, 8), (11, 11)]
-    assert rows.places[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 9, 10]
-    assert rows.places[1, :3].tolist() == [11, 12, 13]
-    assert rows.places[2, :9].tolist() == first
+    assert rows.offsets[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 9, 10]
+    assert rows.offsets[1, :3].tolist() == [11, 12, 13]
+    assert rows.offsets[2, :9].tolist() == first
 
 
 def most_saved(words: list[list[int]]) -> int:
@@ -140,7 +140,7 @@ def test_a_beginning_ends_with_the_shorter_row_and_never_holds_padding():
     ids = torch.ones(2, 40, dtype=torch.int64)
     assert beginnings(ids, torch.tensor([40, 12])) == ([1, 0], [12, 0], [1, 1])
     rows = lay_out(ids, torch.tensor([40, 12]), packs=False, shares=True)
-    assert len(rows.tokens) == 40
+    assert len(rows.slots) == 40
 
 
 @pytest.mark.parametrize("shared", [7, 9])

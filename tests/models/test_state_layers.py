@@ -39,7 +39,7 @@ def test_each_row_goes_on_after_its_beginning_and_their_gradients_add_up(shares)
     values, weights = torch.randn(
         2, IDS.numel(), 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
-    values, of_token = values.requires_grad_(), IDS.flatten()[packed.tokens]
+    values, of_token = values.requires_grad_(), IDS.flatten()[packed.slots]
     rows = StateRows.of(packed.segments.lengths, packed.segments.seen, torch.device("cpu"))
     slots = [block.slots.shape for block in (*rows.beginnings, *rows.rows)]
     if shares:  # beginnings of 9 and of 10 tokens; rows of 5, 3, 2, 2, 2, 1, 1 and 1 tokens
@@ -47,7 +47,7 @@ def test_each_row_goes_on_after_its_beginning_and_their_gradients_add_up(shares)
     else:
         assert slots == [(7, 12), (1, 5), (1, 2)]
     whole = rows.around(mixed)(values[of_token][None], factor=2, cache_params=None)[0]
-    found = torch.cat([whole[packed.places[row, :size]] for row, size in enumerate(LENGTHS)])
+    found = torch.cat([whole[packed.offsets[row, :size]] for row, size in enumerate(LENGTHS)])
     ids = [row[:size] for row, size in zip(IDS, LENGTHS, strict=True)]
     expected = torch.cat([mixed(values[row][None], 2)[0] for row in ids])
     torch.testing.assert_close(found, expected)
