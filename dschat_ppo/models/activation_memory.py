@@ -1,7 +1,7 @@
 """Less memory and work: the last MLP only for the tokens whose states are read, activations in host
 memory.
 
-Log-probs read the states of answers, and a reward model reads one state of each row. What the last
+Log-probs read the states of responses, and a reward model reads one state of each row. What the last
 MLP computes at other tokens reaches nothing: later operations (norms, the head) do not mix tokens.
 Its output there is 0 instead.
 """
@@ -29,7 +29,9 @@ def decoder_layers(backbone: nn.Module) -> list[nn.Module]:
         for module in backbone.modules()
         if isinstance(module, nn.ModuleList) and len(module) == count
     ]
-    return list(lists[0]) if lists else []
+    if lists:
+        return list(lists[0])
+    return []
 
 
 def activations_on_host(enabled: bool) -> AbstractContextManager[Any]:
@@ -48,10 +50,10 @@ def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
     is_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
     if is_parameter or tensor.device.type == HOST or tensor.nbytes < SMALLEST_ON_HOST:
         return tensor.device, tensor
-    return tensor.device, _host_copy(tensor)
+    return tensor.device, _copy_to_host(tensor)
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
+def _copy_to_host(tensor: Tensor) -> Tensor:
     host = torch.empty_like(tensor, device=HOST, pin_memory=True)
     # before any later use of its memory, which is on the same stream
     return host.copy_(tensor, non_blocking=True)
@@ -65,8 +67,10 @@ def _from_host(saved: tuple[torch.device, Tensor]) -> Tensor:
 def last_mlp(backbone: nn.Module) -> nn.Module | None:
     """The MLP of the last decoder layer; None if it has none, or a mixture of experts, whose router
     sees all tokens."""
-    children = [pair for layer in decoder_layers(backbone)[-1:] for pair in layer.named_children()]
-    mlp = next((child for name, child in children if name in MLP_NAMES), None)
+    layers = decoder_layers(backbone)
+    if not layers:
+        return None
+    mlp = next((child for name, child in layers[-1].named_children() if name in MLP_NAMES), None)
     if mlp is None or not any(mlp.children()):
         return None
     if any(name.rsplit(".", 1)[-1] in EXPERTS for name, _ in mlp.named_modules()):
@@ -77,26 +81,35 @@ def last_mlp(backbone: nn.Module) -> nn.Module | None:
 def of_read_tokens(
     backbone: nn.Module, columns: Tensor, rows: Tensor | int = 0
 ) -> list[tuple[nn.Module, Callable[..., Tensor]]]:
-    """The last MLP, and a forward of it that runs some tokens only: `columns` (n,) int64 are theirs
-    in the backbone's input, `rows` likewise, or one for all. A token twice would get its gradient
-    twice. [] without such an MLP."""
+    """The last MLP, with a forward of it that runs some tokens only.
+
+    Args:
+        backbone: the model without its head.
+        columns: (n,) int64, where the tokens are in the backbone's input. A token twice would get
+            its gradient twice.
+        rows: likewise, or one row for all.
+
+    Returns:
+        One pair; none without such an MLP.
+    """
     mlp: Any = last_mlp(backbone)
     if mlp is None:
         return []
-    whole = mlp.forward
+    original_forward = mlp.forward
 
-    def forward(*values: Tensor) -> Tensor:
-        count, width, _ = values[0].shape  # (B, T, H); T may be padded
+    def forward(*arguments: Tensor) -> Tensor:
+        """(B, T, H) each -> (B, T, H), 0 at other tokens."""
+        count, width, _ = arguments[0].shape  # T may be padded
         # Also if all tokens are read: a rank that saves other tensors for the backward pass would
         # end the recomputation of activation checkpointing elsewhere, and under ZeRO-3 that
         # recomputation gathers weights.
-        places = rows * width + columns
-        flat = (x.reshape(count * width, -1) for x in values)
-        found: Tensor = whole(*(x.index_select(0, places).unsqueeze(0) for x in flat)).squeeze(0)
-        return (
-            found.new_zeros(count * width, found.shape[-1])
-            .index_copy(0, places, found)
-            .view(count, width, -1)
-        )
+        slots = rows * width + columns
+        of_tokens = []
+        for argument in arguments:
+            flat = argument.reshape(count * width, -1)
+            of_tokens.append(flat.index_select(0, slots).unsqueeze(0))
+        outputs: Tensor = original_forward(*of_tokens).squeeze(0)
+        zeros = outputs.new_zeros(count * width, outputs.shape[-1])
+        return zeros.index_copy(0, slots, outputs).view(count, width, -1)
 
     return [(mlp, forward)]

@@ -51,14 +51,14 @@ def unwrap(engine: Model) -> nn.Module:
 @contextmanager
 def forward_replaced(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
     """Make a call of `module` run its hooks around `function`."""
-    own = module.__dict__.get("forward")
+    earlier = module.__dict__.get("forward")  # on the instance, set by an earlier replacement
     module.forward = function
     try:
         yield
     finally:
         del module.forward
-        if own is not None:
-            module.forward = own
+        if earlier is not None:
+            module.forward = earlier
 
 
 def attention_is_replaceable(model: Any) -> bool:
@@ -77,19 +77,18 @@ def hidden_window(config: Any, received: dict[int, int | None]) -> bool:
     if kinds is not None:
         known = set(kinds) <= {"full_attention", "sliding_attention", "moe", "mlp", *WITH_STATES}
         passed = all(
-            ("sliding" in kinds[layer]) == (w is not None) for layer, w in received.items()
+            ("sliding" in kinds[layer]) == (window is not None)
+            for layer, window in received.items()
         )
         return not (known and passed)
-    return getattr(text, "sliding_window", None) is not None and all(
-        window is None for window in received.values()
-    )
+    has_window = getattr(text, "sliding_window", None) is not None
+    return has_window and all(window is None for window in received.values())
 
 
 def has_states(config: Any) -> bool:
     """Whether layers of the model carry a state from token to token."""
-    return not set(getattr(config.get_text_config(), "layer_types", None) or ()).isdisjoint(
-        WITH_STATES
-    )
+    layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
+    return any(kind in WITH_STATES for kind in layer_types)
 
 
 def position_arguments(model: Any, positions: Tensor) -> dict[str, Tensor]:
@@ -102,9 +101,8 @@ def position_arguments(model: Any, positions: Tensor) -> dict[str, Tensor]:
 
 def slot_arguments(model: nn.Module, input_ids: Tensor) -> dict[str, Tensor]:
     """`position_ids` (1, T) equal to the slots, for right-padded rows and models that take them."""
-    return position_arguments(
-        model, torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
-    )
+    slots = torch.arange(input_ids.shape[1], device=input_ids.device)
+    return position_arguments(model, slots.unsqueeze(0))
 
 
 def last_logits_argument(model: nn.Module, count: int) -> dict[str, int]:
@@ -119,15 +117,16 @@ def backbone_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> Tensor
     slot 0 on. There is no attention mask: rows are right-padded, so under causal attention no real
     token sees padding, and kernels without a mask are faster. States after the `lengths` (B,) int64
     of the rows are meaningless."""
-    # to a multiple of `COLUMNS`, within the positions that the config names
+    # padded to a multiple of `COLUMNS`, within the positions that the config names
     width = input_ids.shape[1]
-    grain = COLUMNS.get(input_ids.device.type, 1)
+    multiple = COLUMNS.get(input_ids.device.type, 1)
+    rounded = -(-width // multiple) * multiple
     positions = getattr(backbone.config.get_text_config(), "max_position_embeddings", None) or 0
-    wider = max(width, min(-(-width // grain) * grain, positions - first_position(backbone.config)))
-    if wider > width:
-        padded = torch.nn.functional.pad(input_ids, (0, wider - width))
-    else:
-        padded = input_ids
+    most = positions - first_position(backbone.config)
+    padded = input_ids
+    padding = min(rounded, most) - width
+    if padding > 0:
+        padded = torch.nn.functional.pad(input_ids, (0, padding))
     output = backbone(
         input_ids=padded,
         attention_mask=None,
@@ -136,7 +135,7 @@ def backbone_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> Tensor
         **router_arguments(),
     )
     record_router(output, real_slots(padded, lengths))
-    return output.last_hidden_state[:, : input_ids.shape[1]]
+    return output.last_hidden_state[:, :width]
 
 
 def real_slots(input_ids: Tensor, lengths: Tensor) -> Tensor:
@@ -192,9 +191,9 @@ def check_attention_call(
 ) -> None:
     """Refuse a call of attention with what would be ignored: a mask, a bias, ... even if its
     numbers are 0."""
-    given = {**options, "attention_mask": attention_mask}
+    arguments = {**options, "attention_mask": attention_mask}
     for name, what in _FOREIGN.items():
-        if given.get(name) is not None:
+        if arguments.get(name) is not None:
             raise UnsupportedAttentionError(f"{type(module).__name__} needs {what}")
 
 
@@ -216,5 +215,8 @@ def unfit(tried: Attempt) -> str:
 def of_any_rank(reason: str, device: torch.device) -> str:
     """`reason` of this rank; else that others have one; else "". Collective, so that all make the
     same passes."""
-    found = all_reduce(torch.tensor(float(bool(reason)), device=device), "max") > 0
-    return reason or ("another rank cannot run it" if found else "")
+    failed_here = torch.tensor(float(bool(reason)), device=device)
+    failed_anywhere = all_reduce(failed_here, "max") > 0
+    if failed_anywhere and not reason:
+        return "another rank cannot run it"
+    return reason

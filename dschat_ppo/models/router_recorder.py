@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# rows that count, experts per token, loads that were found; the last one is active; None: nothing
-# is recorded
+# rows that count, experts per token, recorded loads; the last one is active; None: nothing is
+# recorded
 _RECORDED: list[tuple[Tensor, int, list[RouterLoad]] | None] = [None]
 
 
@@ -22,7 +22,10 @@ def recorded_router(rows: Tensor | None, top_k: int = 0) -> Iterator[list[Router
     of which the `rows` (B,) bool count, by the `top_k` experts of each token. None: record nothing,
     of a model that does not train."""
     loads: list[RouterLoad] = []
-    _RECORDED.append(None if rows is None else (rows, top_k, loads))
+    recorder = None
+    if rows is not None:
+        recorder = rows, top_k, loads
+    _RECORDED.append(recorder)
     try:
         yield loads
     finally:
@@ -70,14 +73,17 @@ def router_load(logits: Sequence[Tensor], counted: Tensor, top_k: int) -> Router
     """The load of one forward pass, from the `logits` (N, E) of each layer's router for N tokens.
     `counted` (N,) bool or int64 is how often each token counts: 0 on padding, above 1 for a token
     of several rows."""
-    times = counted[counted > 0].float().unsqueeze(1)  # (n, 1)
-    kept = [torch.softmax(layer[counted > 0].float(), dim=-1) for layer in logits]  # (n, E) each
-    chosen = torch.zeros_like(kept[0][:0].sum(dim=0))  # (E,)
-    for probabilities in kept:
+    is_counted = counted > 0
+    times = counted[is_counted].float().unsqueeze(1)  # (n, 1)
+    # (n, E) each
+    layers = [torch.softmax(layer[is_counted].float(), dim=-1) for layer in logits]
+    chosen = torch.zeros_like(layers[0][:0].sum(dim=0))  # (E,)
+    for probabilities in layers:
         experts = probabilities.topk(top_k, dim=-1).indices  # (n, k)
         chosen = chosen.index_add(0, experts.flatten(), times.expand_as(experts).flatten())
-    probability = torch.stack([(times * layer).sum(dim=0) for layer in kept]).sum(dim=0)
-    return RouterLoad(chosen.detach(), probability, counted.sum().float() * len(kept))
+    layer_sums = [(times * probabilities).sum(dim=0) for probabilities in layers]
+    probability = torch.stack(layer_sums).sum(dim=0)
+    return RouterLoad(chosen.detach(), probability, counted.sum().float() * len(layers))
 
 
 def load_balancing_loss(probability: Tensor, chosen: Tensor, count: Tensor) -> Tensor:

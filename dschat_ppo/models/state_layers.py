@@ -17,8 +17,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate, groupby
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,11 @@ CACHES = ("cache_params", "past_key_values")  # names of the argument
 def state_layers(backbone: nn.Module) -> list[nn.Module]:
     """The modules that mix tokens through a state, by the causal convolution that they begin
     with."""
-    return [
-        part
-        for part in backbone.modules()
-        if any(isinstance(child, nn.Conv1d) for child in part.children())
-    ]
+
+    def has_convolution(module: nn.Module) -> bool:
+        return any(isinstance(child, nn.Conv1d) for child in module.children())
+
+    return [module for module in backbone.modules() if has_convolution(module)]
 
 
 def can_go_on(layer: nn.Module) -> bool:
@@ -63,14 +63,12 @@ class States:
     def update_conv_state(
         self, new: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0
     ) -> Tensor:
-        if self.conv is None:
-            whole = new
-        else:
-            whole = torch.cat([self.conv, new], dim=-1)
-        self.conv = nn.functional.pad(whole, (max(0, conv_kernel_size - whole.shape[-1]), 0))[
-            ..., -conv_kernel_size:
-        ]
-        return whole
+        columns = new
+        if self.conv is not None:
+            columns = torch.cat([self.conv, new], dim=-1)
+        missing = max(0, conv_kernel_size - columns.shape[-1])
+        self.conv = nn.functional.pad(columns, (missing, 0))[..., -conv_kernel_size:]
+        return columns
 
     def update_recurrent_state(self, new: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
         self.recurrent = new
@@ -80,109 +78,148 @@ class States:
 @dataclass(frozen=True)
 class Block:
     """Rows of a layer with a state. `slots` (rows, columns) int64: the packed token in each.
-    `after` (rows,) int64: the number of the beginning that each follows; that of all beginnings if
-    none."""
+    `after` (rows,) int64: the index of the beginning that each row follows; the number of all
+    beginnings if it follows none."""
 
     slots: Tensor
     after: Tensor
 
 
+class _RowSpan(NamedTuple):
+    """A row of a block: packed tokens `start` to `end`, and what `Block.after` holds for it."""
+
+    start: int
+    end: int
+    after: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+
 @dataclass(frozen=True)
 class StateRows:
     """The rows of a packed row of N tokens: blocks of beginnings of one length each, and blocks of
-    other rows, whose padding is less than half of them. `places` (N,) int64: where each packed
+    other rows, whose padding is less than half of them. `offsets` (N,) int64: where each packed
     token is in the slots of all blocks."""
 
     beginnings: list[Block]
     rows: list[Block]
-    places: Tensor
+    offsets: Tensor
 
     @classmethod
     def of(
         cls, lengths: list[int], seen: list[tuple[int, int]] | None, device: torch.device
     ) -> StateRows:
-        """Of the segments of a packed row, as in `PackedRows`."""
-        shared = sorted(
-            {span for span in seen or [] if span[0] < span[1]}, key=lambda span: span[1] - span[0]
-        )
-        numbers = {span: number for number, span in enumerate(shared)}
-        held = {span[0]: span for span in shared}  # by the segment that begins with it
-        rows = []  # (start, end, after)
-        for end, length, before in zip(
-            accumulate(lengths), lengths, seen or [(0, 0)] * len(lengths), strict=True
-        ):
-            start, end_of_shared = held.get(end - length, (end - length, end - length))
-            if start < end_of_shared:
-                before = (start, end_of_shared)
-            if end_of_shared < end:
-                rows.append((end_of_shared, end, numbers.get(before, len(shared))))
-        groups: list[list[tuple[int, int, int]]] = []
-        for row in sorted(rows, key=lambda row: row[0] - row[1]):  # longest first
-            if not groups or 2 * (row[1] - row[0]) < groups[-1][0][1] - groups[-1][0][0]:
-                groups.append([])
-            groups[-1].append(row)
-        equal = [
-            [(*span, len(shared)) for span in spans]
-            for _, spans in groupby(shared, lambda span: span[1] - span[0])
+        """Lay out the segments of a packed row, whose `lengths` and `seen` are as in `Segments`."""
+        beginnings, rows = _row_spans(lengths, seen)
+        beginning_blocks = [
+            list(spans) for _, spans in groupby(beginnings, lambda span: span.length)
         ]
+        row_blocks: list[list[_RowSpan]] = []
+        for span in sorted(rows, key=lambda span: -span.length):
+            if not row_blocks or 2 * span.length < row_blocks[-1][0].length:
+                row_blocks.append([])
+            row_blocks[-1].append(span)
         blocks = []
         filled = 0
-        places = torch.empty(sum(lengths), dtype=torch.int64)
-        for block in [*equal, *groups]:
+        offsets = torch.empty(sum(lengths), dtype=torch.int64)
+        for spans in [*beginning_blocks, *row_blocks]:
             # a row of one token would be a step of generation
-            columns = max(2, block[0][1] - block[0][0])
-            for start, end, _ in block:
-                places[start:end] = torch.arange(filled, filled + end - start)
+            columns = max(2, spans[0].length)
+            for span in spans:
+                offsets[span.start : span.end] = torch.arange(filled, filled + span.length)
                 filled += columns
-            slots = torch.tensor([[start] for start, _, _ in block]) + torch.arange(columns)
-            after = torch.tensor([number for _, _, number in block])
-            blocks.append(Block(slots.clamp_max(len(places) - 1).to(device), after.to(device)))
-        return cls(blocks[: len(equal)], blocks[len(equal) :], places.to(device))
+            starts = torch.tensor([[span.start] for span in spans])
+            # padding may read any token
+            slots = (starts + torch.arange(columns)).clamp_max(len(offsets) - 1)
+            after = torch.tensor([span.after for span in spans])
+            blocks.append(Block(slots.to(device), after.to(device)))
+        count = len(beginning_blocks)
+        return cls(blocks[:count], blocks[count:], offsets.to(device))
 
     def around(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`forward` of a layer, whose arguments (1, N, ...) and output it gets and gives in
         rows."""
 
         def run_block(
-            block: Block, states: States | None, values: Any, options: dict[str, Any]
+            block: Block, states: States | None, arguments: Any, options: dict[str, Any]
         ) -> Tensor:
-            def in_rows(value: Any) -> Any:
-                if not isinstance(value, Tensor) or value.shape[:2] != (1, len(self.places)):
-                    return value
-                return (
-                    value[0].index_select(0, block.slots.flatten()).unflatten(0, block.slots.shape)
-                )
+            """The layer's output (rows x columns, ...) for a block, with `states` as its cache."""
 
-            given = {
-                name: states if name in CACHES else in_rows(value)
-                for name, value in options.items()
-            }
-            return forward(*map(in_rows, values), **given).flatten(0, 1)
+            def in_rows(argument: Any) -> Any:
+                """(1, N, ...) -> (rows, columns, ...); anything else as it is."""
+                is_tensor = isinstance(argument, Tensor)
+                if not is_tensor or argument.shape[:2] != (1, len(self.offsets)):
+                    return argument
+                rows = argument[0].index_select(0, block.slots.flatten())
+                return rows.unflatten(0, block.slots.shape)
 
-        def run(*values: Any, **options: Any) -> Tensor:
-            ends = [States() for _ in self.beginnings]
-            found = [
-                run_block(*each, values, options)
-                for each in zip(self.beginnings, ends, strict=True)
+            block_options = {}
+            for name, option in options.items():
+                if name in CACHES:
+                    block_options[name] = states
+                else:
+                    block_options[name] = in_rows(option)
+            return forward(*map(in_rows, arguments), **block_options).flatten(0, 1)
+
+        def run(*arguments: Any, **options: Any) -> Tensor:
+            """The layer's output (1, N, ...)."""
+            end_states = [States() for _ in self.beginnings]
+            outputs = [
+                run_block(block, states, arguments, options)
+                for block, states in zip(self.beginnings, end_states, strict=True)
             ]
-            conv, recurrent = (
-                _with_none([getattr(states, name) for states in ends])
-                for name in ("conv", "recurrent")
-            )
+            conv = _joined([states.conv for states in end_states])
+            recurrent = _joined([states.recurrent for states in end_states])
             for block in self.rows:
-                starts = (
-                    None if part is None else part.index_select(0, block.after)
-                    for part in (conv, recurrent)
-                )
-                found.append(run_block(block, States(*starts) if ends else None, values, options))
-            return torch.cat(found).index_select(0, self.places).unsqueeze(0)
+                start_states = None
+                if end_states:
+                    start_states = States(_at(conv, block.after), _at(recurrent, block.after))
+                outputs.append(run_block(block, start_states, arguments, options))
+            return torch.cat(outputs).index_select(0, self.offsets).unsqueeze(0)
 
         return run
 
 
-def _with_none(states: list[Tensor | None]) -> Tensor | None:
+def _row_spans(
+    lengths: list[int], seen: list[tuple[int, int]] | None
+) -> tuple[list[_RowSpan], list[_RowSpan]]:
+    """The beginnings that segments share, shortest first, and the rows that are left."""
+    shared = set()
+    for start, end in seen or []:
+        if start < end:
+            shared.add((start, end))
+    ordered = sorted(shared, key=lambda span: span[1] - span[0])
+    index_of = {span: index for index, span in enumerate(ordered)}
+    none = len(ordered)
+    end_of = dict(ordered)  # by the column where a beginning starts, as the segment that holds it
+    rows = []
+    start = 0
+    for segment, length in enumerate(lengths):
+        end = start + length
+        followed = (0, 0)
+        if seen is not None:
+            followed = seen[segment]
+        row_start = end_of.get(start, start)
+        if row_start > start:
+            followed = (start, row_start)
+        if row_start < end:
+            rows.append(_RowSpan(row_start, end, index_of.get(followed, none)))
+        start = end
+    return [_RowSpan(start, end, none) for start, end in ordered], rows
+
+
+def _joined(states: list[Tensor | None]) -> Tensor | None:
     """States after all beginnings, and last those of no tokens; None if the layer has none."""
-    known = [part for part in states if part is not None]
+    known = [state for state in states if state is not None]
     if known:
         return torch.cat([*known, torch.zeros_like(known[0][:1])])
     return None
+
+
+def _at(states: Tensor | None, rows: Tensor) -> Tensor | None:
+    """The states of some rows; None if the layer has none."""
+    if states is None:
+        return None
+    return states.index_select(0, rows)

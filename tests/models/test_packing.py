@@ -307,7 +307,7 @@ def hosted(monkeypatch):
 
     monkeypatch.setattr(activation_memory, "HOST", "another device")
     monkeypatch.setattr(activation_memory, "SMALLEST_ON_HOST", 0)
-    monkeypatch.setattr(activation_memory, "_host_copy", copy)
+    monkeypatch.setattr(activation_memory, "_copy_to_host", copy)
     return shapes
 
 
