@@ -67,16 +67,16 @@ def _norm_backward_kernel(  # noqa: PLR0913
     w = tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)
     for step in range(ROWS):
-        number = tl.program_id(0).to(tl.int64) * ROWS + step
-        inside = columns < tl.where(number < rows, width, 0)
-        row = number * width
+        row_index = tl.program_id(0).to(tl.int64) * ROWS + step
+        inside = columns < tl.where(row_index < rows, width, 0)
+        row = row_index * width
         x = tl.load(states + row + columns, mask=inside, other=0.0).to(tl.float32)
         g = tl.load(gradient + row + columns, mask=inside, other=0.0).to(tl.float32)
         r = tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
         n = x * r
         sums += g * n
-        found = r * (w * g - n * (tl.sum(n * w * g, axis=0) / width))
-        tl.store(of_states + row + columns, found.to(of_states.dtype.element_ty), mask=inside)
+        of_x = r * (w * g - n * (tl.sum(n * w * g, axis=0) / width))
+        tl.store(of_states + row + columns, of_x.to(of_states.dtype.element_ty), mask=inside)
     tl.store(
         of_weight + tl.program_id(0).to(tl.int64) * width + columns, sums, mask=columns < width
     )
@@ -113,13 +113,13 @@ def rms_norm_backward(
 @triton.jit
 def _rotation_kernel(  # noqa: PLR0913
     values,
-    found,
+    output,
     cos,
     sin,
     rows,
     angles,
     heads,
-    others,
+    kv_heads,
     half,
     BACK: tl.constexpr,
     EVERY: tl.constexpr,
@@ -128,14 +128,15 @@ def _rotation_kernel(  # noqa: PLR0913
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, HALF)[None, :]
     head = tl.arange(0, EVERY)[:, None]
-    kind = found.dtype.element_ty
-    every = heads + 2 * others
-    turns = head < heads + others
+    kind = output.dtype.element_ty
+    every = heads + 2 * kv_heads
+    turns = head < heads + kv_heads
     inside = (head < every) & (column < half)
-    # `found` holds the heads of all rows, then their `others`, then what is not rotated.
-    before = tl.where(head < heads, 0, tl.where(turns, heads, heads + others))
-    place = (
-        rows * before + row * tl.where(head < heads, heads, others) + head - before
+    # `output` holds the heads of queries of all rows, then those of keys, then those of values,
+    # which are not rotated.
+    before = tl.where(head < heads, 0, tl.where(turns, heads, heads + kv_heads))
+    offset = (
+        rows * before + row * tl.where(head < heads, heads, kv_heads) + head - before
     ) * 2 * half + column
     first = (row * every + head) * 2 * half + column
     angle = (row % angles) * 2 * half + column
@@ -146,60 +147,68 @@ def _rotation_kernel(  # noqa: PLR0913
     sin_a = tl.load(sin + angle, mask=column < half, other=0.0).to(tl.float32)
     sin_b = tl.load(sin + angle + half, mask=column < half, other=0.0).to(tl.float32)
     if BACK:
-        sin_a, sin_b = -sin_b, -sin_a
+        sin_of_a = sin_a
+        sin_a = -sin_b
+        sin_b = -sin_of_a
     new_a = (a * cos_a).to(kind).to(tl.float32) - (b * sin_a).to(kind).to(tl.float32)
     new_b = (b * cos_b).to(kind).to(tl.float32) + (a * sin_b).to(kind).to(tl.float32)
-    tl.store(found + place, tl.where(turns, new_a, a).to(kind), mask=inside)
-    tl.store(found + place + half, tl.where(turns, new_b, b).to(kind), mask=inside)
+    tl.store(output + offset, tl.where(turns, new_a, a).to(kind), mask=inside)
+    tl.store(output + offset + half, tl.where(turns, new_b, b).to(kind), mask=inside)
 
 
 def _rotate(
-    values: Tensor, cos: Tensor, sin: Tensor, heads: int, others: int, back: bool
+    values: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, back: bool
 ) -> Tensor:
+    """Rotate the first `heads` + `kv_heads` of `values` (n, heads + 2 kv_heads, d). In the memory
+    of the result, of the same shape, the heads of queries of all rows come first, then those of
+    keys, then those of values. `cos`, `sin`: (n, d), or (n / k, d) for every so many rows again."""
     rows, every, width = values.shape
-    found = torch.empty_like(values)
-    sizes = (triton.next_power_of_2(every), triton.next_power_of_2(width // 2))
+    output = torch.empty_like(values)
+    head_block = triton.next_power_of_2(every)
+    half_block = triton.next_power_of_2(width // 2)
     _rotation_kernel[(rows,)](
         values,
-        found,
+        output,
         cos,
         sin,
         rows,
         len(cos),
         heads,
-        others,
+        kv_heads,
         width // 2,
         back,
-        *sizes,
-        num_warps=_warps(sizes[0] * sizes[1]),
+        head_block,
+        half_block,
+        num_warps=_warps(head_block * half_block),
     )
-    return found
+    return output
 
 
-def rotated_parts(
+def rotated_heads(
     values: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
-) -> tuple[Tensor, ...]:
-    """The heads of `values` (n, heads + 2 kv_heads, d): those of queries and of keys, rotated, x *
-    cos + rotate_half(x)
-    * sin, and those of values, (n, heads of each, d). `cos`, `sin`: (n, d). (Su et al. 2021,
-      equation 34)"""
-    rows, every, width = values.shape
-    found = _rotate(values, cos, sin, heads, kv_heads, False).view(-1, width)
-    parts = found.split([rows * heads, rows * kv_heads, rows * kv_heads])
-    return tuple(part.view(rows, -1, width) for part in parts)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The heads of `values` (n, heads + 2 kv_heads, d): those of queries and of keys, rotated,
+    x * cos + rotate_half(x) * sin, and those of values, (n, heads of each, d). `cos`, `sin`:
+    (n, d). (Su et al. 2021, equation 34)"""
+    rows, _, width = values.shape
+    output = _rotate(values, cos, sin, heads, kv_heads, False).view(-1, width)
+    query, key, value = output.split([rows * heads, rows * kv_heads, rows * kv_heads])
+    return (
+        query.view(rows, -1, width),
+        key.view(rows, -1, width),
+        value.view(rows, -1, width),
+    )
 
 
 def rotated(values: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
     """All heads of `values` (n, heads, L, d), rotated, laid out in memory as (n, L, heads, d).
     `cos`, `sin`: (n, L, d), or (1, L, d). `back`: the gradient of the values, given that of the
     result."""
-    lines = values.transpose(1, 2).contiguous()
-    angles = cos.contiguous().flatten(0, 1), sin.contiguous().flatten(0, 1)
-    return (
-        _rotate(lines.flatten(0, 1), *angles, lines.shape[2], 0, back)
-        .view(lines.shape)
-        .transpose(1, 2)
-    )
+    lines = values.transpose(1, 2).contiguous()  # (n, L, heads, d)
+    line_cos = cos.contiguous().flatten(0, 1)
+    line_sin = sin.contiguous().flatten(0, 1)
+    output = _rotate(lines.flatten(0, 1), line_cos, line_sin, lines.shape[2], 0, back)
+    return output.view(lines.shape).transpose(1, 2)
 
 
 @triton.jit

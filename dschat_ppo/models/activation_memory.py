@@ -1,9 +1,9 @@
 """Less memory and work: the last MLP only for the tokens whose states are read, activations in host
 memory.
 
-Log-probs read the states of responses, and a reward model reads one state of each row. What the last
-MLP computes at other tokens reaches nothing: later operations (norms, the head) do not mix tokens.
-Its output there is 0 instead.
+Log-probs read the states of responses, and a reward model reads one state of each row. What the
+last MLP computes at other tokens reaches nothing: later operations (norms, the head) do not mix
+tokens. Its output there is 0 instead.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -49,13 +49,13 @@ def kernels_for(*tensors: Tensor) -> Any:
     """The module whose kernels run these tensors: `cpu_kernels.operations`, `gpu_kernels` or None.
     On the meta device, where the planner counts what layers save for their backward pass, that of
     the CPU."""
-    if can_run(*tensors) or all(
-        x.is_meta and x.dtype == tensors[0].dtype in operations.DTYPES for x in tensors
-    ):
+    if can_run(*tensors):
         return operations
-    half = all(x.is_cuda and type(x) in (Tensor, nn.Parameter) and x.dtype in HALF for x in tensors)
-    if half:
-        return _triton_kernels(tensors[0].device, tensors[0].dtype)
+    dtype = tensors[0].dtype
+    if dtype in operations.DTYPES and all(x.is_meta and x.dtype == dtype for x in tensors):
+        return operations
+    if all(x.is_cuda and type(x) in (Tensor, nn.Parameter) and x.dtype in HALF for x in tensors):
+        return _triton_kernels(tensors[0].device, dtype)
     return None
 
 
@@ -66,82 +66,96 @@ def _triton_kernels(device: torch.device, dtype: torch.dtype) -> Any:
     with attempt() as tried:
         from dschat_ppo import gpu_kernels  # builds of PyTorch for CPUs have no Triton
 
-        for name, found, expected in compared(gpu_kernels, device, dtype):
-            difference = float(
-                (found.double() - expected.detach()).norm() / expected.detach().norm()
-            )
+        for name, output, expected in kernel_outputs(gpu_kernels, device, dtype):
+            expected = expected.detach()
+            difference = float((output.double() - expected).norm() / expected.norm())
             if not difference <= torch.finfo(dtype).eps:
                 raise ArithmeticError(f"{name} is off by {difference:.2g}")
-    if reason := unfit(tried):
+    reason = unfit(tried)
+    if reason:
         _log.warning(f"Triton's kernels cannot be used: {reason}; layers are slower")
         return None
     return gpu_kernels
 
 
-def compared(
+def kernel_outputs(
     kernels: Any, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """What each kernel computes from random numbers, and the same by PyTorch in fp64: (name, found,
-    expected)."""
+    """What each of the `kernels` computes from random numbers, and the same by PyTorch in fp64:
+    (name, output, expected)."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    def wide(*parts: Tensor) -> list[Tensor]:
-        return [part.detach().double().requires_grad_() for part in parts]
-
     with torch.enable_grad():
-        states = random(5, 96)
-        weight = random(96)
-        gradient = random(5, 96)
-        x, w = wide(states, weight)
-        exact = w * x * torch.rsqrt(x.pow(2).mean(dim=1, keepdim=True) + 1e-6)
-        yield "a norm", kernels.rms_norm(states, weight, 1e-6), exact
-        found = kernels.rms_norm_backward(states, weight, gradient, 1e-6)
-        for part, true in zip(
-            found, torch.autograd.grad(exact, [x, w], gradient.double()), strict=True
-        ):
-            yield "the gradient of a norm", part, true
-        gate, up = random(5, 192).chunk(2, dim=1)
-        a, b = wide(gate, up)
-        exact = nn.functional.silu(a) * b
-        yield "a gated product", kernels.swiglu(gate, up), exact
-        found = kernels.swiglu_backward(gate.contiguous(), up.contiguous(), gradient)
-        for part, true in zip(
-            found, torch.autograd.grad(exact, [a, b], gradient.double()), strict=True
-        ):
-            yield "the gradient of a gated product", part, true
-        queries = random(2, 5, 3, 24)
-        of_queries = random(2, 5, 3, 24)
-        angles = random(2, 3, 24)
-        cos = angles.cos()
-        sin = angles.sin()
-        # angles of each row, and the same for all; the two halves of a head have different ones
-        for rows in (2, 1):
-            [x] = wide(queries)
-            c = cos[:rows, None].double()
-            s = sin[:rows, None].double()
-            exact = x * c + torch.cat([-x[..., 12:], x[..., :12]], dim=3) * s
-            yield "a rotation", kernels.rotated(queries, cos[:rows], sin[:rows]), exact
-            found = kernels.rotated(of_queries, cos[:rows], sin[:rows], back=True)
-            yield (
-                "the gradient of a rotation",
-                found,
-                torch.autograd.grad(exact, x, of_queries.double())[0],
-            )
-        lines, turned = (
-            part.transpose(1, 2).flatten(0, 1)
-            for part in (queries, kernels.rotated(queries, cos, sin))
-        )
-        parts = kernels.rotated_parts(
-            lines.contiguous(), cos.flatten(0, 1), sin.flatten(0, 1), 3, 1
-        )
-        yield (
-            "a rotation of queries and keys",
-            torch.cat(parts, dim=1),
-            torch.cat([turned[:, :4], lines[:, 4:]], dim=1),
-        )
+        yield from _norm_outputs(kernels, random)
+        yield from _gated_outputs(kernels, random)
+        yield from _rotation_outputs(kernels, random)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """A copy in fp64 that takes a gradient."""
+    return tensor.detach().double().requires_grad_()
+
+
+def _norm_outputs(
+    kernels: Any, random: Callable[..., Tensor]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    states = random(5, 96)
+    weight = random(96)
+    gradient = random(5, 96)
+    x = _wide(states)
+    w = _wide(weight)
+    exact = w * x * torch.rsqrt(x.pow(2).mean(dim=1, keepdim=True) + 1e-6)
+    yield "a norm", kernels.rms_norm(states, weight, 1e-6), exact
+    gradients = kernels.rms_norm_backward(states, weight, gradient, 1e-6)
+    expected = torch.autograd.grad(exact, [x, w], gradient.double())
+    yield "the gradient of a norm", gradients[0], expected[0]
+    yield "the gradient of a norm", gradients[1], expected[1]
+
+
+def _gated_outputs(
+    kernels: Any, random: Callable[..., Tensor]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    gradient = random(5, 96)
+    gate, up = random(5, 192).chunk(2, dim=1)
+    a = _wide(gate)
+    b = _wide(up)
+    exact = nn.functional.silu(a) * b
+    yield "a gated product", kernels.swiglu(gate, up), exact
+    gradients = kernels.swiglu_backward(gate.contiguous(), up.contiguous(), gradient)
+    expected = torch.autograd.grad(exact, [a, b], gradient.double())
+    yield "the gradient of a gated product", gradients[0], expected[0]
+    yield "the gradient of a gated product", gradients[1], expected[1]
+
+
+def _rotation_outputs(
+    kernels: Any, random: Callable[..., Tensor]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    queries = random(2, 5, 3, 24)
+    gradient = random(2, 5, 3, 24)
+    angles = random(2, 3, 24)
+    cos = angles.cos()
+    sin = angles.sin()
+    # angles of each row, and the same for all; the two halves of a head have different ones
+    for rows in (2, 1):
+        x = _wide(queries)
+        c = cos[:rows, None].double()
+        s = sin[:rows, None].double()
+        exact = x * c + torch.cat([-x[..., 12:], x[..., :12]], dim=3) * s
+        yield "a rotation", kernels.rotated(queries, cos[:rows], sin[:rows]), exact
+        output = kernels.rotated(gradient, cos[:rows], sin[:rows], back=True)
+        [expected] = torch.autograd.grad(exact, x, gradient.double())
+        yield "the gradient of a rotation", output, expected
+    # (6, 5, 24): 3 heads of queries, 1 of keys and 1 of values of each token
+    heads = queries.transpose(1, 2).flatten(0, 1)
+    rotated = kernels.rotated(queries, cos, sin).transpose(1, 2).flatten(0, 1)
+    query_key_value = kernels.rotated_heads(
+        heads.contiguous(), cos.flatten(0, 1), sin.flatten(0, 1), 3, 1
+    )
+    expected = torch.cat([rotated[:, :4], heads[:, 4:]], dim=1)
+    yield "a rotation of queries and keys", torch.cat(query_key_value, dim=1), expected
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -149,7 +163,8 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, kernels: Any, states: Tensor, weight: Tensor, eps: float) -> Tensor:
         states = states.contiguous()
         ctx.save_for_backward(states, weight)
-        ctx.kernels, ctx.eps = kernels, eps
+        ctx.kernels = kernels
+        ctx.eps = eps
         normal: Tensor = kernels.rms_norm(states, weight, eps)
         return normal
 
@@ -160,7 +175,9 @@ class _RMSNorm(torch.autograd.Function):
         of_states, of_weight = ctx.kernels.rms_norm_backward(
             states, weight, gradient.contiguous(), ctx.eps
         )
-        return None, of_states, of_weight if ctx.needs_input_grad[2] else None, None
+        if not ctx.needs_input_grad[2]:
+            of_weight = None
+        return None, of_states, of_weight, None
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -207,38 +224,42 @@ class FastRotary:
         """As the function of the model: q (n, heads, L, d), k (n, kv_heads, L, d), cos and sin (n
         or 1, L, d)."""
         fits = not args and not kwargs and cos.dim() == 3 and cos.shape[2] == q.shape[3]
-        kernels = kernels_for(q, k, cos, sin) if fits else None
+        kernels = None
+        if fits:
+            kernels = kernels_for(q, k, cos, sin)
         if not hasattr(kernels, "rotated"):
-            found: tuple[Tensor, Tensor] = self._original(q, k, cos, sin, *args, **kwargs)
-            return found
+            rotated: tuple[Tensor, Tensor] = self._original(q, k, cos, sin, *args, **kwargs)
+            return rotated
         return _Rotation.apply(kernels, q, cos, sin), _Rotation.apply(kernels, k, cos, sin)
 
 
 @cache
 def _fast_norm(kind: Any) -> Any:
+    """The class of norms `kind`, whose code is that of Llama's, with a forward by kernels."""
+
     def forward(self: Any, states: Tensor) -> Tensor:
         weight = self.weight
         eps = self.variance_epsilon
-        trains = torch.is_grad_enabled()
-        if kernels := kernels_for(states, weight):
-            found: Tensor = (
-                _RMSNorm.apply(kernels, states, weight, eps)
-                if trains
-                else kernels.rms_norm(states.contiguous(), weight, eps)
-            )
-        elif states.is_cuda or (
-            states.dtype == torch.float32 and not trains
-        ):  # in fp32, with the same bits
-            found = weight * nn.functional.rms_norm(states, weight.shape, None, eps)
+        takes_gradient = torch.is_grad_enabled()
+        kernels = kernels_for(states, weight)
+        if kernels and takes_gradient:
+            normal: Tensor = _RMSNorm.apply(kernels, states, weight, eps)
+        elif kernels:
+            normal = kernels.rms_norm(states.contiguous(), weight, eps)
+        elif states.is_cuda or (states.dtype == torch.float32 and not takes_gradient):
+            # in fp32, with the same bits
+            normal = weight * nn.functional.rms_norm(states, weight.shape, None, eps)
         else:
-            found = kind.forward(self, states)
-        return found
+            normal = kind.forward(self, states)
+        return normal
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
 @cache
 def _fast_mlp(kind: Any) -> Any:
+    """The class of MLPs `kind`, whose code is that of Llama's, with a forward by kernels."""
+
     def forward(self: Any, states: Tensor) -> Tensor:
         if not kernels_for(states):
             plain: Tensor = kind.forward(self, states)
@@ -246,10 +267,12 @@ def _fast_mlp(kind: Any) -> Any:
         gate = self.gate_proj(states)
         up = self.up_proj(states)
         kernels = kernels_for(gate, up)
-        found: Tensor = self.down_proj(
-            _SwiGLU.apply(kernels, gate, up) if kernels else self.act_fn(gate) * up
-        )
-        return found
+        if kernels:
+            product = _SwiGLU.apply(kernels, gate, up)
+        else:
+            product = self.act_fn(gate) * up
+        output: Tensor = self.down_proj(product)
+        return output
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
@@ -269,14 +292,21 @@ def use_fast_layers(model: nn.Module) -> None:
         ):
             layer.__class__ = _fast_mlp(kind)
         module: Any = sys.modules[kind.__module__]
-        rotate, half = (vars(module).get(name) for name in ("apply_rotary_pos_emb", "rotate_half"))
+        rotate = vars(module).get("apply_rotary_pos_emb")
+        half = vars(module).get("rotate_half")
         if _same_code(rotate, apply_rotary_pos_emb) and _same_code(half, rotate_half):
             module.apply_rotary_pos_emb = FastRotary(rotate)
 
 
 def _same_code(function: Any, known: Any) -> bool:
-    codes = [getattr(inspect.unwrap(x), "__code__", None) for x in (function, known)]
-    found, expected = (
-        (c.co_code, c.co_consts, c.co_names, c.co_varnames) if c else None for c in codes
+    """Whether `function`, without its decorators, has the code of the function `known`."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return False
+    expected = inspect.unwrap(known).__code__
+    return (
+        code.co_code == expected.co_code
+        and code.co_consts == expected.co_consts
+        and code.co_names == expected.co_names
+        and code.co_varnames == expected.co_varnames
     )
-    return found == expected

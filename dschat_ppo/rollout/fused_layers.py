@@ -32,7 +32,9 @@ from dschat_ppo.rollout.attention import installed, prefill_attention
 LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-ROWS, COLUMNS = 4, 3  # of the comparison with a model's own layer
+# of the comparison with a model's own layer
+ROWS = 4
+COLUMNS = 3
 TYPICAL_ROWS = 32  # of a product with packed weights, a hint for their layout
 SMALL = 2.0**-7  # of its states: the residual connection must not hide what the layer adds to them
 
@@ -45,15 +47,20 @@ Pack = Callable[[list[nn.Linear]], Product]
 
 
 class FusedLayer:
-    """The forward function of a decoder `layer` of Llama's form. `pack` makes one product of
-    several linear layers with the same input. `settings`: keyword arguments that the layer gives to
-    its attention function."""
+    """The forward function of a decoder layer of Llama's form, by four products."""
 
     def __init__(self, layer: Any, pack: Pack, settings: dict[str, Any]):
+        """
+        Args:
+            layer: the decoder layer.
+            pack: makes one product of several linear layers with the same input.
+            settings: keyword arguments that the layer gives to its attention function.
+        """
         attention = layer.self_attn
         mlp = layer.mlp
-        self._own = layer.forward
-        self._attention, self._settings = attention, settings
+        self._original = layer.forward
+        self._attention = attention
+        self._settings = settings
         self._kv_heads = attention.k_proj.out_features // attention.head_dim
         self._heads = attention.q_proj.out_features // attention.head_dim
         self._first_norm = layer.input_layernorm
@@ -64,9 +71,8 @@ class FusedLayer:
         self._down = pack([mlp.down_proj])
         self._activation = mlp.act_fn
         self._is_swiglu = isinstance(mlp.act_fn, (nn.SiLU, SiLUActivation))
-        self._eager: Any = vars(sys.modules[type(attention).__module__]).get(
-            "eager_attention_forward"
-        )
+        module = sys.modules[type(attention).__module__]
+        self._eager: Any = vars(module).get("eager_attention_forward")
 
     def __call__(
         self,
@@ -74,7 +80,7 @@ class FusedLayer:
         attention_mask: Tensor | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         past_key_values: Cache | None = None,
-        **others: Any,
+        **options: Any,
     ) -> Tensor:
         """As the layer: (n, L, H) -> (n, L, H); cosines and sines are (n, L, head_dim) or (1, L,
         head_dim)."""
@@ -82,14 +88,14 @@ class FusedLayer:
         rows, length, _ = hidden_states.shape
         attention = self._attention
         if position_embeddings[0].shape[-1] != attention.head_dim:  # a part of each head is rotated
-            own: Tensor = self._own(
+            output: Tensor = self._original(
                 hidden_states,
                 attention_mask=attention_mask,
                 position_embeddings=position_embeddings,
                 past_key_values=past_key_values,
-                **others,
+                **options,
             )
-            return own
+            return output
         qkv = self._qkv(self._first_norm(hidden_states)).view(rows, length, -1, attention.head_dim)
         query, key, value = self._rotated(qkv, *position_embeddings)
         if past_key_values is not None:
@@ -100,33 +106,36 @@ class FusedLayer:
         mixed, _ = attend(attention, query, key, value, attention_mask, **self._settings)
         states = hidden_states + self._output(mixed.reshape(rows, length, -1))
         gate, up = self._gate_and_up(self._second_norm(states)).chunk(2, dim=2)
-        kernels = kernels_for(gate) if self._is_swiglu else None
-        return states + self._down(
-            kernels.swiglu(gate, up) if kernels else self._activation(gate) * up
-        )
+        kernels = None
+        if self._is_swiglu:
+            kernels = kernels_for(gate)
+        if kernels:
+            product = kernels.swiglu(gate, up)
+        else:
+            product = self._activation(gate) * up
+        return states + self._down(product)
 
     def _rotated(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """(n, L, all heads, d) -> queries, keys and values, (n, heads of each, L, d); may change
         `qkv`."""
         kernels = kernels_for(qkv, cos, sin)
-        rotated = self._heads + self._kv_heads
+        rotated_count = self._heads + self._kv_heads
         if kernels and cos.is_contiguous() and sin.is_contiguous() and len(cos) == len(qkv):
             lines = qkv.flatten(0, 1)
-            angles = (cos.flatten(0, 1), sin.flatten(0, 1))
-            if hasattr(kernels, "rotated_parts"):
-                parts = kernels.rotated_parts(lines, *angles, self._heads, self._kv_heads)
-                return tuple(
-                    part.view(*qkv.shape[:2], -1, qkv.shape[3]).transpose(1, 2) for part in parts
+            line_cos = cos.flatten(0, 1)
+            line_sin = sin.flatten(0, 1)
+            if hasattr(kernels, "rotated_heads"):
+                query_key_value = kernels.rotated_heads(
+                    lines, line_cos, line_sin, self._heads, self._kv_heads
                 )
-            kernels.rotate_(lines, *angles, rotated)
+                shape = (*qkv.shape[:2], -1, qkv.shape[3])
+                return tuple(heads.view(shape).transpose(1, 2) for heads in query_key_value)
+            kernels.rotate_(lines, line_cos, line_sin, rotated_count)
         else:
-            both = qkv[:, :, :rotated]
-            first, second = both.chunk(2, dim=3)
-            both.copy_(
-                (both * cos.unsqueeze(2)).add_(
-                    torch.cat([-second, first], dim=3).mul_(sin.unsqueeze(2))
-                )
-            )
+            heads = qkv[:, :, :rotated_count]
+            first, second = heads.chunk(2, dim=3)
+            turned = torch.cat([-second, first], dim=3).mul_(sin.unsqueeze(2))
+            heads.copy_((heads * cos.unsqueeze(2)).add_(turned))
         return qkv.transpose(1, 2).split([self._heads, self._kv_heads, self._kv_heads], dim=1)
 
 
@@ -134,25 +143,31 @@ def fused_layers(model: PreTrainedModel, pack: Pack) -> list[tuple[nn.Module, Fu
     """The decoder layers of `model` that `FusedLayer` can replace, each with its forward function.
     Each is compared once with the layer's own forward function on random states: a layer may have
     Llama's form and compute something else (a factor of the residual connection, no rotation)."""
-    found = []
+    layers = []
     for layer in model.modules():
-        if _has_the_form(layer):
-            known = _AGREED.get(layer)
-            if known is None:
-                fused = _agreeing(model, layer, pack)
-            else:
-                fused = FusedLayer(layer, pack, known)
-            if fused is not None:
-                found.append((layer, fused))
-    return found
+        if not _has_the_form(layer):
+            continue
+        settings = _AGREED.get(layer)
+        if settings is None:
+            fused = _compared_with_layer(model, layer, pack)
+        else:
+            fused = FusedLayer(layer, pack, settings)
+        if fused is not None:
+            layers.append((layer, fused))
+    return layers
 
 
 def _has_the_form(layer: Any) -> bool:
+    """Whether a module has the children of Llama's decoder layer, with plain linear layers."""
+
     def has(module: nn.Module, names: set[str]) -> bool:
         children = dict(module.named_children())
-        linear = [child for name, child in children.items() if name.endswith("_proj")]
-        return children.keys() == names and all(
-            type(x) is nn.Linear and "forward" not in vars(x) for x in linear
+        if children.keys() != names:
+            return False
+        return all(
+            type(child) is nn.Linear and "forward" not in vars(child)
+            for name, child in children.items()
+            if name.endswith("_proj")
         )
 
     if "forward" in vars(layer) or not has(layer, LAYER):
@@ -164,8 +179,8 @@ def _has_the_form(layer: Any) -> bool:
     )
 
 
-class _Seen:
-    """An attention function that keeps its arguments."""
+class _RecordingAttention:
+    """An attention function that keeps the arguments of its last call."""
 
     def __init__(self) -> None:
         self.states: list[Tensor] = []
@@ -180,49 +195,50 @@ class _Seen:
         mask: Tensor | None,
         **settings: Any,
     ) -> tuple[Tensor, None]:
+        """Causal attention: (n, heads, L, d) -> (n, L, heads, d)."""
         check_attention_call(module, mask, {})
         self.states = [query, key, value]
         self.settings = settings
-        return prefill_attention(query, key, value, query.shape[3] ** -0.5, None, None).transpose(
-            1, 2
-        ), None
+        mixed = prefill_attention(query, key, value, query.shape[3] ** -0.5, None, None)
+        return mixed.transpose(1, 2), None
 
 
 @torch.no_grad()
-def _agreeing(model: PreTrainedModel, layer: Any, pack: Pack) -> FusedLayer | None:
+def _compared_with_layer(model: PreTrainedModel, layer: Any, pack: Pack) -> FusedLayer | None:
     """`layer`, fused, if it computes what the layer computes: queries, keys, values and the states
-    after it."""
+    after it. None if not."""
     weight = layer.self_attn.q_proj.weight
+    head_dim = layer.self_attn.head_dim
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(ROWS, COLUMNS, weight.shape[1], generator=generator).to(weight) * SMALL
-    angles = torch.randn(ROWS, COLUMNS, layer.self_attn.head_dim // 2, generator=generator).repeat(
-        1, 1, 2
-    )
+    angles = torch.randn(ROWS, COLUMNS, head_dim // 2, generator=generator).repeat(1, 1, 2)
     turns = angles.cos().to(weight), angles.sin().to(weight)
-    own = _Seen()
-    ours = _Seen()
-    with attempt() as tried, installed(model, own):
+    of_layer = _RecordingAttention()
+    of_fused = _RecordingAttention()
+    with attempt() as tried, installed(model, of_layer):
         expected = layer(states, position_embeddings=turns)
     # other arguments, though names of children are the same
     if unfit(tried) or not isinstance(expected, Tensor):
         return None
-    fused = FusedLayer(layer, pack, own.settings)
-    with installed(model, ours):
-        found = fused(states, position_embeddings=turns)
-    if not all(map(_close, [*ours.states, found], [*own.states, expected])):
+    fused = FusedLayer(layer, pack, of_layer.settings)
+    with installed(model, of_fused):
+        output = fused(states, position_embeddings=turns)
+    if not all(map(_close, [*of_fused.states, output], [*of_layer.states, expected])):
         return None
-    _AGREED[layer] = own.settings
+    _AGREED[layer] = of_layer.settings
     return fused
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
+def _close(output: Tensor, expected: Tensor) -> bool:
     """Whether two results differ by rounding at most: in fp32 by sums in another order."""
-    if found.shape != expected.shape:
+    if output.shape != expected.shape:
         return False
-    difference = (found.float() - expected.float()).abs().mean()
+    difference = (output.float() - expected.float()).abs().mean()
     size = expected.float().abs().mean()
-    most = 64 if found.dtype == torch.float32 else 0.5  # fp32: 10 were seen with 4096 columns
-    return bool(difference <= most * torch.finfo(found.dtype).eps * size)
+    most = 0.5
+    if output.dtype == torch.float32:
+        most = 64  # 10 were seen with 4096 columns
+    return bool(difference <= most * torch.finfo(output.dtype).eps * size)
 
 
 def can_prepack(model: nn.Module) -> bool:
@@ -243,20 +259,23 @@ def packed_product(layers: list[nn.Linear]) -> Product:
     """A product with a copy of the weights of `layers`, whose outputs come one after another:
     packed for oneDNN in bf16. In fp32 it is transposed, with which MKL takes a quarter of the time
     for few rows, and less for many."""
-    weights, biases = zip(*((layer.weight.detach(), layer.bias) for layer in layers), strict=True)
-    whole = weights[0] if len(weights) == 1 else torch.cat(weights)
+    weights = [layer.weight.detach() for layer in layers]
+    weight = weights[0]
+    if len(weights) > 1:
+        weight = torch.cat(weights)
     bias = None
-    if any(part is not None for part in biases):
-        parts = [
-            w.new_zeros(len(w)) if b is None else b.detach()
-            for w, b in zip(weights, biases, strict=True)
-        ]
-        bias = torch.cat(parts)
-    if whole.dtype == torch.float32:
-        return partial(torch._C._nn.linear, weight=whole.t().contiguous().t(), bias=bias)
-    return partial(
-        packed_linear, torch.ops.mkldnn._reorder_linear_weight(whole, TYPICAL_ROWS), bias
-    )
+    if any(layer.bias is not None for layer in layers):
+        biases = []
+        for layer in layers:
+            if layer.bias is None:
+                biases.append(layer.weight.new_zeros(len(layer.weight)))
+            else:
+                biases.append(layer.bias.detach())
+        bias = torch.cat(biases)
+    if weight.dtype == torch.float32:
+        return partial(torch._C._nn.linear, weight=weight.t().contiguous().t(), bias=bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
+    return partial(packed_linear, packed, bias)
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:
@@ -269,32 +288,30 @@ def joint_product(layers: list[nn.Linear]) -> Product:
     product each."""
     if len(layers) == 1:
         return layers[0]
-    weight = side_by_side([layer.weight.detach() for layer in layers])
+    weight = adjoining([layer.weight.detach() for layer in layers])
     biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    bias = None
     if len(biases) == len(layers):
-        bias = side_by_side(biases)
-    else:
-        bias = None
+        bias = adjoining(biases)
     if weight is None or (bias is None and biases):
         return lambda states: torch.cat([layer(states) for layer in layers], dim=-1)
     return lambda states: torch._C._nn.linear(states, weight, bias)
 
 
-def side_by_side(parts: list[Tensor]) -> Tensor | None:
-    """`parts` (n_i, ...) as one tensor over the same memory, (sum of n_i, ...), if they follow one
-    another in it."""
-    first = parts[0]
+def adjoining(tensors: list[Tensor]) -> Tensor | None:
+    """`tensors` (n_i, ...) as one tensor over the same memory, (sum of n_i, ...), if they follow
+    one another in it; else None."""
+    first = tensors[0]
     memory = first.untyped_storage().data_ptr()
-    place = first.storage_offset()
-    for part in parts:
-        if (
-            part.untyped_storage().data_ptr() != memory
-            or part.storage_offset() != place
-            or not part.is_contiguous()
-        ):
+    offset = first.storage_offset()
+    rows = 0
+    for tensor in tensors:
+        has_other_memory = tensor.untyped_storage().data_ptr() != memory
+        if has_other_memory or tensor.storage_offset() != offset or not tensor.is_contiguous():
             return None
-        place += part.numel()
-    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
+        offset += tensor.numel()
+        rows += len(tensor)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
 @contextmanager
@@ -303,18 +320,22 @@ def fused(model: PreTrainedModel) -> Iterator[None]:
     change inside the context. On a CPU every plain `nn.Linear` multiplies with a copy of its
     weight, so their memory is taken twice."""
     on_cpu = next(model.parameters()).device.type == "cpu"
+    pack = joint_product
+    if on_cpu:
+        pack = packed_product
     with ExitStack() as replaced:
-        layers = fused_layers(model, packed_product if on_cpu else joint_product)
-        for layer, forward in layers:
+        fused_modules = set[nn.Module]()
+        for layer, forward in fused_layers(model, pack):
             replaced.enter_context(forward_replaced(layer, forward))
-        inside = {id(module) for layer, _ in layers for module in layer.modules()}
-        for module in model.modules() if on_cpu else ():
-            if (
-                type(module) is nn.Linear
-                and "forward" not in vars(module)
-                and id(module) not in inside
-            ):
-                replaced.enter_context(forward_replaced(module, packed_product([module])))
+            fused_modules.update(layer.modules())
+        if on_cpu:
+            for module in model.modules():
+                if (
+                    type(module) is nn.Linear
+                    and "forward" not in vars(module)
+                    and module not in fused_modules
+                ):
+                    replaced.enter_context(forward_replaced(module, packed_product([module])))
         yield
 
 
@@ -326,8 +347,7 @@ def fp32_logits(model: PreTrainedModel) -> AbstractContextManager[None]:
         return nullcontext()
 
     def forward(states: Tensor) -> Tensor:
-        return fp32_product(states.flatten(0, -2), head.weight, head.bias).unflatten(
-            0, states.shape[:-1]
-        )
+        logits = fp32_product(states.flatten(0, -2), head.weight, head.bias)
+        return logits.unflatten(0, states.shape[:-1])
 
     return forward_replaced(head, forward)

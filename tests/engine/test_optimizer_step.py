@@ -21,7 +21,7 @@ from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.rollout.fused_layers import side_by_side
+from dschat_ppo.rollout.fused_layers import adjoining
 from dschat_ppo.supervised.sft import sft_loss
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -105,7 +105,7 @@ def test_weights_of_one_layer_lie_side_by_side(stage, dtype):
             [x.bias for x in projections],
             [layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight],
         ):
-            joined = side_by_side([part.detach() for part in parts])
+            joined = adjoining([part.detach() for part in parts])
             assert joined is not None and torch.equal(
                 joined, torch.cat([part.detach() for part in parts])
             )

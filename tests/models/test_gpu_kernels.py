@@ -17,7 +17,7 @@ from transformers.models.llama import modeling_llama as llama
 import dschat_ppo
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.models import fast_layers
-from dschat_ppo.models.fast_layers import FastRotary, compared, kernels_for, use_fast_layers
+from dschat_ppo.models.fast_layers import FastRotary, kernel_outputs, kernels_for, use_fast_layers
 from dschat_ppo.rollout import fused_layers
 
 pytest.importorskip("triton", reason="tests/run.sh runs these tests with it")
@@ -36,7 +36,7 @@ def kernels():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_each_kernel_is_as_close_to_fp64_as_its_number_format_allows(dtype, kernels, monkeypatch):
     monkeypatch.setattr(kernels, "_PROGRAMS", 2)  # so that one has several rows
-    for name, found, exact in compared(kernels, CPU, dtype):
+    for name, found, exact in kernel_outputs(kernels, CPU, dtype):
         error = (found.double() - exact.detach()).norm() / exact.detach().norm()
         assert error < torch.finfo(dtype).eps, name
 
@@ -116,7 +116,7 @@ def test_which_kernels_run():
     )
 
 
-@pytest.mark.parametrize("broken", ["swiglu", "rotated_parts", None])
+@pytest.mark.parametrize("broken", ["swiglu", "rotated_heads", None])
 def test_kernels_that_compute_something_else_are_not_used(broken, kernels, monkeypatch, caplog):
     functions = {name: getattr(kernels, name) for name in dir(kernels) if not name.startswith("__")}
     if broken:

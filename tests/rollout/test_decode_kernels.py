@@ -118,8 +118,8 @@ def kernels_run(monkeypatch) -> Counter[str]:
             return gate.new_empty(gate.shape)
 
         @staticmethod
-        def rotated_parts(values, cos, sin, heads, kv_heads):
-            counts["rotated_parts"] += 1
+        def rotated_heads(values, cos, sin, heads, kv_heads):
+            counts["rotated_heads"] += 1
             return tuple(
                 values.new_empty(len(values), size, values.shape[2])
                 for size in (heads, kv_heads, kv_heads)
@@ -158,7 +158,7 @@ def test_kernels_of_a_layer(shares, others, kernels_run):
     passes = 2 * 2  # a prefill and a step, of two layers more
     assert {name: count / passes for name, count in (kernels_of[1] - kernels_of[0]).items()} == {
         "rms_norm": 2,
-        "rotated_parts": 1,
+        "rotated_heads": 1,
         "swiglu": 1,
     }
 

@@ -92,7 +92,7 @@ def test_a_layer_that_rotates_a_part_of_each_head_runs_itself():
     [layer, _], seen = model.model.layers, []
     for one, forward in fused_layers(model, plain):
         one.forward = forward
-    layer.forward._own = lambda states, **given: seen.append(given.keys()) or states
+    layer.forward._original = lambda states, **given: seen.append(given.keys()) or states
     states, angles = torch.randn(2, 3, 32), torch.ones(2, 3, layer.self_attn.head_dim // 2)
     assert layer(states, position_embeddings=(angles, angles)) is states
     assert seen == [{"attention_mask", "position_embeddings", "past_key_values"}]
@@ -174,9 +174,9 @@ def test_weights_side_by_side_make_one_product(biases, flat, monkeypatch):
 def test_only_weights_that_follow_one_another_are_joined():
     flat = torch.arange(24.0)
     first, second, third = flat[:8].view(2, 4), flat[8:12].view(1, 4), flat[12:24].view(3, 4)
-    assert torch.equal(module.side_by_side([first, second, third]), flat.view(6, 4))
+    assert torch.equal(module.adjoining([first, second, third]), flat.view(6, 4))
     for wrong in ([first, third], [second, first], [first, second.clone()], [third.t(), third.t()]):
-        assert module.side_by_side(wrong) is None
+        assert module.adjoining(wrong) is None
 
 
 def test_the_logits_of_a_head_are_fp32_and_the_head_is_restored(monkeypatch):
