@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from dschat_ppo.commands import TRAINERS, start
-from dschat_ppo.config.cli import TITLES
+from dschat_ppo.config.help_text import TITLES
 from dschat_ppo.run.launch import leave
 
 TOOLS = {  # the modules of dschat_ppo.tools

@@ -26,7 +26,7 @@ from dschat_ppo.common.host_memory import lasting_objects
 from dschat_ppo.common.logging import logger, set_verbose
 from dschat_ppo.common.processes import open_closed_streams
 from dschat_ppo.common.ranks import is_main, local_world_size, world_size
-from dschat_ppo.config.cli import notes, parse
+from dschat_ppo.config.cli import parse, unused_flag_notes
 from dschat_ppo.config.flag_parser import FlagParser
 from dschat_ppo.config.run_flags import RunFlags
 from dschat_ppo.config.step_config import StepConfig
@@ -74,7 +74,7 @@ def train(step: str, config: StepConfig) -> None:
         join_ranks(config)
         config = with_dtype(config)  # which part of the flags have an effect depends on it
         if is_main():
-            for line in notes(step, config):
+            for line in unused_flag_notes(step, config):
                 logger().info(f"note: {line}")
             let_segments_grow()  # the plan asks for the size of the GPU
             with settings_only():  # the ranks fetch the weights together, later

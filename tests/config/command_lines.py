@@ -1,6 +1,6 @@
 """Command lines for tests of the configuration."""
 
-from dschat_ppo.config.cli import notes, parse
+from dschat_ppo.config.cli import parse, unused_flag_notes
 from dschat_ppo.config.step_config import flatten
 
 # step -> the required flags
@@ -28,4 +28,4 @@ def read(step: str, *words: str) -> dict:
 
 def noted(step: str, *words: str) -> list[str]:
     """The notes about flags without effect, of `config_of`."""
-    return notes(step, config_of(step, *words))
+    return unused_flag_notes(step, config_of(step, *words))

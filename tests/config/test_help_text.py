@@ -5,8 +5,9 @@ import re
 
 import pytest
 
-from dschat_ppo.config.cli import STEPS, TITLES, help_text
+from dschat_ppo.config.cli import STEPS
 from dschat_ppo.config.flag_parser import FlagParser, flag_parser
+from dschat_ppo.config.help_text import TITLES, help_text
 from dschat_ppo.config.step_config import groups_of
 from dschat_ppo.errors import UserError
 
