@@ -9,6 +9,7 @@ it replays its journal. ext4's own repair of programs that forget to sync (`auto
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import random
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from faults import Bench
 
 POWER_MARKS = ("<!-- power -->", "<!-- /power -->")
+CLONE_NEWNS = 0x20000
 FS_IOC_SHUTDOWN, WITHOUT_A_FLUSH = 0x8004587D, 2
 IMAGE_BYTES = 2**29
 MODES = ("data=ordered", "data=writeback", "data=ordered,nodelalloc", "data=writeback,nodelalloc")
@@ -213,7 +215,12 @@ class Disk:
 
 
 def may_cut() -> bool:
-    """Whether file systems can be mounted and shut down here."""
+    """Whether file systems can be mounted and shut down here. From here on, this process has a
+    table of mounts of its own: another process that copied the one of the machine would keep the
+    disk mounted, and so shut down, when it is to be mounted again."""
+    if ctypes.CDLL(None).unshare(CLONE_NEWNS) != 0:
+        return False
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     with tempfile.TemporaryDirectory() as folder:
         try:
             disk = Disk(Path(folder) / "image", Path(folder) / "disk", "data=ordered")

@@ -79,7 +79,8 @@ def train(step: str, config: StepConfig) -> None:
             let_segments_grow()  # the plan asks for the size of the GPU
             with settings_only():  # the ranks fetch the weights together, later
                 show_memory_plan(config)
-            stack.enter_context(reporting(Path(config.run.folder)))
+            if not config.run.dry_run:
+                stack.enter_context(reporting(Path(config.run.folder)))
         run(config)
     if config.run.push_to_hub is not None and not config.validate_only:
         push_to_hub(config, config.run.push_to_hub)

@@ -8,6 +8,7 @@ waits for another rank.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -68,9 +69,22 @@ def storage_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as problem:
         raise StorageError(
-            f"{path}: cannot be written ({problem.strerror or problem}); free space, then run the"
-            " same command again"
+            f"{path}: cannot be written ({problem.strerror or problem}); {way_out(problem.errno)},"
+            " then run the same command again"
         ) from problem
+
+
+def way_out(number: int | None) -> str:
+    """What to do when a file cannot be written, by the number of the error (`errno`)."""
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return "free space"
+    if number == errno.EFBIG:
+        return "raise the limit on the size of a file (ulimit -f; some file systems have one too)"
+    if number == errno.ENOENT:
+        return "something has removed a folder while it was written to: find out what"
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "let this user write there"
+    return "correct that"
 
 
 def sync_file(number: int) -> None:

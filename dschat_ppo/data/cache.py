@@ -26,6 +26,7 @@ from dschat_ppo.common.atomic_files import (
     make_folder,
     remove_folder,
     replace_folder,
+    way_out,
 )
 from dschat_ppo.errors import UserError, reading
 
@@ -54,8 +55,8 @@ def cached(root: str | None, key: str, write: Callable[[Path], object]) -> Datas
     except OSError as problem:
         place = f"--data_output_path {root}" if root else folder.parent
         raise UserError(
-            f"{place}: prepared data cannot be written there ({problem.strerror or problem}); free"
-            " disk space, or name another folder with --data_output_path"
+            f"{place}: prepared data cannot be written there ({problem.strerror or problem});"
+            f" {way_out(problem.errno)}, or name another folder with --data_output_path"
         ) from None
     with reading(f"{folder}: prepared data cannot be read; remove this folder"):
         # by name: `Dataset.map` writes the files of rows made from these into this folder too

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dschat_ppo.checkpoint.store import JOURNAL, CheckpointFolder
+from dschat_ppo.checkpoint.store import JOURNAL, CheckpointFolder, checkpoint_name
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import (
     checksum,
@@ -53,8 +53,7 @@ class Journal:
         if step == self._step:
             return
         self.sync()
-        saved = self.checkpoints.names()
-        oldest = int(saved[0].split("_")[1]) if saved else step
+        oldest = int(self._oldest_checkpoint(step).split("_")[1])
         self._step, self.known, self._path = (
             step,
             {},
@@ -76,6 +75,13 @@ class Journal:
                             opened.truncate(sum(len(line) + 1 for line in lines))
                 elif number < oldest and dist.is_main():
                     file.unlink(missing_ok=True)
+
+    def _oldest_checkpoint(self, step: int) -> str:
+        """The name of the oldest checkpoint that a run resumes from by itself. The best one stays
+        for its model, and files since then would add up."""
+        names = self.checkpoints.names() or [checkpoint_name(step)]
+        best = self.checkpoints.best() if len(names) > 1 else None
+        return next(name for name in names if name != best)
 
     def add(self, question: str, turn: Turn | CallError) -> None:
         """Note an answer; `write` puts it into the file."""

@@ -20,7 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from dschat_ppo.common.atomic_files import write_file
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.paths import METRICS, REPORT, VALIDATION, shown_path
+from dschat_ppo.common.paths import METRICS, REPORT, RESULT, VALIDATION, shown_path
 from dschat_ppo.common.progress import duration
 from dschat_ppo.config.cli import STEPS
 from dschat_ppo.config.step_config import defaults_of
@@ -331,13 +331,15 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
 @contextmanager
 def reporting(output: Path) -> Iterator[None]:
     """The block is a run that writes to `output`: at its end, also where it stops or a number is
-    not finite, the report of its steps is written; on rank 0."""
+    not finite, the report of its steps is written; on rank 0. So is that of a finished run which
+    was killed before it was written."""
     files = [output / METRICS, output / VALIDATION / METRICS]
     before = [_last_written(file) for file in files]
 
     def report() -> None:
         for file, old in zip(files, before, strict=True):
-            if _last_written(file) not in (0, old):
+            is_lost = (file.parent / RESULT).exists() and not (file.parent / REPORT).exists()
+            if _last_written(file) != 0 and (_last_written(file) != old or is_lost):
                 report_run(file.parent)
 
     try:

@@ -20,7 +20,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrain
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, move_files_up
+from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, move_files_up, way_out
 from dschat_ppo.common.heartbeat import heartbeat, watchdog_paused
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import NonFiniteError, StorageError
@@ -265,12 +265,16 @@ def write_model(
                 file.unlink()
         move_files_up(unfinished)
     except (OSError, SafetensorError) as problem:
-        reason = str(problem)
         if isinstance(problem, OSError):
             reason = str(problem.strerror)
+            number = problem.errno
+        else:
+            reason = str(problem)
+            named = re.search(r"os error (\d+)", reason)
+            number = int(named[1]) if named else None
         return (
-            f"{folder}: the model cannot be written ({reason}); free space, then run the same"
-            " command again"
+            f"{folder}: the model cannot be written ({reason}); {way_out(number)}, then run the"
+            " same command again"
         )
     return None
 

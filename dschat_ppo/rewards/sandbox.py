@@ -25,8 +25,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dschat_ppo.common.owned_folders import owned_name, remove_tree
 from dschat_ppo.errors import printable_line
 
+FOLDERS = "code"  # the start of the names of the folders that programs run in
 CHILD = Path(__file__).with_name("sandbox_child.py")
 _FENCES = (
     re.compile(r"```(?:python|python3|py)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL),
@@ -229,14 +231,15 @@ def run_tests(
 @contextmanager
 def _empty_folder() -> Iterator[str]:
     """A temporary folder, which is removed however deeply the program has nested folders in it."""
-    folder = tempfile.TemporaryDirectory(prefix="code_", ignore_cleanup_errors=True)
+    prefix = owned_name(FOLDERS, os.getpid())
+    folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
     try:
         yield folder.name
     finally:
         try:
             folder.cleanup()
         except RecursionError:
-            subprocess.run(["rm", "-rf", "--", folder.name], check=False, capture_output=True)
+            remove_tree([folder.name])
 
 
 class _Report:

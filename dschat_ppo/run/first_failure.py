@@ -7,7 +7,6 @@ import json
 import math
 import os
 import shutil
-import socket
 import tempfile
 import time
 from contextlib import suppress
@@ -15,11 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dschat_ppo.common import ranks
+from dschat_ppo.common.owned_folders import owned_name, ownerless_folders, remove_tree
 from dschat_ppo.common.processes import find_process
+from dschat_ppo.rewards import sandbox
 
 FAILURE, STOP = "failure", "stop"  # files in the folder
-# machines may share TMPDIR, but not processes
-_OWN_FOLDERS = f"dschat_ppo_{os.getuid()}_{socket.gethostname()}_"
+_RECORDS = "dschat_ppo"  # the start of the names of the folders
 NO_FOLDER = Path(os.devnull, "none")  # in which nothing can be read or written
 
 
@@ -121,8 +121,8 @@ def open_failure_record() -> FirstFailureRecord:
         return FirstFailureRecord()
     # the same for all ranks of one launch on this machine, and for no other launch
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    name = f"{_OWN_FOLDERS}{address}_{port}_{os.getppid()}_{launcher.started}".replace("/", "_")
     try:
+        name = f"{owned_name(_RECORDS, os.getppid())}{address}_{port}".replace("/", "_")
         # raises where no temporary folder can be written
         folder = Path(tempfile.gettempdir(), name)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -132,3 +132,14 @@ def open_failure_record() -> FirstFailureRecord:
     except OSError:
         return FirstFailureRecord()
     return FirstFailureRecord(folder)
+
+
+def remove_left_folders() -> None:
+    """Remove the temporary folders that killed runs and their sandboxes left on this machine."""
+    with suppress(OSError):  # no /proc, or no temporary folder
+        left = ownerless_folders(sandbox.FOLDERS)
+        for folder in ownerless_folders(_RECORDS):
+            # ranks may still run for a moment after their launcher
+            if not any(FirstFailureRecord(folder)._is_running().values()):
+                left.append(folder)
+        remove_tree(left)

@@ -32,7 +32,12 @@ from dschat_ppo.errors import (
     safe_text,
 )
 from dschat_ppo.run import watchdog
-from dschat_ppo.run.first_failure import NO_FOLDER, FirstFailureRecord, open_failure_record
+from dschat_ppo.run.first_failure import (
+    NO_FOLDER,
+    FirstFailureRecord,
+    open_failure_record,
+    remove_left_folders,
+)
 from dschat_ppo.run.rank_log import log_path, write_to_log
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -89,6 +94,8 @@ def run_step(
         _print_error(f"error: {problem}")
         return exit_code(problem)
     stop_requests.install()
+    if ranks.local_rank() == 0:
+        remove_left_folders()
     record = open_failure_record()
     if record.folder is not NO_FOLDER:
         watchdog.watch_ranks(record)

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from launch import ROOT, wait_until
 
+from dschat_ppo.checkpoint.store import CheckpointFolder
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.episode_processes import Episodes
 from dschat_ppo.episodes.journal import Journal, JournalledEpisodes
@@ -464,6 +465,22 @@ def test_answers_that_ended_the_run_are_forgotten(tmp_path):
     again, processes = episodes_of(tmp_path)
     live(again, "late")
     assert len(processes.heard) == 2
+
+
+def test_answers_since_an_old_best_checkpoint_do_not_add_up(tmp_path, monkeypatch):
+    """It stays for its model; the run resumes from the newest."""
+    monkeypatch.setattr(CheckpointFolder, "best", lambda self: "step_000001")
+    folder = tmp_path / "checkpoints" / "environment"
+    folder.mkdir(parents=True)
+    for step in (1, 2, 3):
+        (folder / f"step_{step:06d}_rank_0.jsonl").write_text("")
+    for step in (1, 3):
+        (tmp_path / "checkpoints" / f"step_{step:06d}").mkdir()
+    Journal(tmp_path).begin(4)
+    assert [path.name[5:11] for path in folder.iterdir()] == ["000003"]
+    (tmp_path / "checkpoints" / "step_000003").rmdir()
+    Journal(tmp_path).begin(4)
+    assert [path.name[5:11] for path in folder.iterdir()] == ["000003"], "nothing else to resume"
 
 
 def test_files_a_cut_line_other_ranks_and_steps_that_never_run_again(tmp_path):

@@ -164,6 +164,17 @@ def test_a_run_that_writes_metrics_leaves_a_report_unless_it_crashes(tmp_path, i
     assert not (other / "report.html").exists()
 
 
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_run_killed_behind_its_result_gets_its_report_when_it_starts_again(tmp_path, is_finished):
+    write_run(tmp_path, ppo_lines(1))
+    (tmp_path / "result.json").unlink(missing_ok=True)
+    if is_finished:
+        (tmp_path / "result.json").write_text("{}")
+    with pytest.raises(StopRequested), reporting(tmp_path):
+        raise StopRequested("this run is done")
+    assert (tmp_path / "report.html").exists() is is_finished
+
+
 def test_a_run_without_a_step_leaves_the_report_of_the_run_before_it(tmp_path):
     write_run(tmp_path, ppo_lines(1))
     with pytest.raises(StopRequested), reporting(tmp_path):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from dschat_ppo.common import dist
+from dschat_ppo.common.atomic_files import storage_errors
 from dschat_ppo.common.paths import STARTS
 from dschat_ppo.errors import StopRequested, StorageError
 from dschat_ppo.monitor import writers
@@ -198,7 +199,8 @@ def test_other_ranks_neither_write_nor_cut(tmp_path, monkeypatch):
 def test_a_failure_is_a_storage_error_that_names_the_file(tmp_path, monkeypatch):
     lines = JsonLines(tmp_path / "missing" / "a.jsonl")
     with pytest.raises(
-        StorageError, match=r"a\.jsonl: cannot be written \(No such file or directory\); free space"
+        StorageError,
+        match=r"a\.jsonl: cannot be written \(No such file or directory\); .* removed a folder",
     ):
         lines.append([{"step": 1}])
     lines = JsonLines(tmp_path / "a.jsonl")
@@ -212,6 +214,24 @@ def test_a_failure_is_a_storage_error_that_names_the_file(tmp_path, monkeypatch)
         lines.saved_offset()
 
 
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "free space"),
+        (errno.EFBIG, "ulimit -f"),
+        (errno.ENOENT, "removed a folder"),
+        (errno.EROFS, "let this user write"),
+        (errno.EACCES, "let this user write"),
+        (errno.EIO, "correct that"),
+    ],
+)
+def test_the_way_out_is_that_of_the_cause(number, words, tmp_path):
+    with pytest.raises(StorageError, match=f"{words}.*, then run the same") as refused:
+        with storage_errors(tmp_path):
+            raise OSError(number, os.strerror(number))
+    assert ("free space" in str(refused.value)) == (number == errno.ENOSPC)
+
+
 def test_a_line_has_the_first_step_the_ranks_and_the_versions_or_is_a_storage_error(tmp_path):
     record_start(tmp_path, 7, 2)
     line = json.loads((tmp_path / STARTS).read_text())
@@ -220,6 +240,6 @@ def test_a_line_has_the_first_step_the_ranks_and_the_versions_or_is_a_storage_er
     (tmp_path / STARTS).unlink()
     (tmp_path / STARTS).mkdir()
     with pytest.raises(
-        StorageError, match=r"starts.jsonl: cannot be written \(Is a directory\); free space"
+        StorageError, match=r"starts.jsonl: cannot be written \(Is a directory\); correct that"
     ):
         record_start(tmp_path, 1, 1)

@@ -6,16 +6,20 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from launch import run, succeed
 
 from dschat_ppo.common import heartbeat, phases, stop_requests
 from dschat_ppo.common.exit_codes import HOW_TO_RESUME
+from dschat_ppo.common.owned_folders import owned_name
 from dschat_ppo.common.processes import find_process
+from dschat_ppo.rewards import sandbox
 from dschat_ppo.run import first_failure, watchdog
 from dschat_ppo.run.first_failure import NO_FOLDER, FirstFailureRecord, open_failure_record
 
@@ -49,6 +53,24 @@ def test_the_first_failure_counts(ranks, tmp_path):
     first.leave()
     assert not first.folder.exists(), "the last one removes it"
     assert first.record(5) == mine, "a later failure of the same rank does not count"
+
+
+def test_a_start_removes_the_folders_of_killed_runs_and_of_no_other(ranks, tmp_path):
+    gone = subprocess.Popen(["sleep", "60"])
+    kinds = (first_failure._RECORDS, sandbox.FOLDERS)
+    left = [tmp_path / f"{owned_name(kind, gone.pid)}10.0.0.1_29500" for kind in kinds]
+    kept = [tmp_path / f"{owned_name(kind, os.getpid())}x" for kind in kinds]
+    start = f"{os.getuid()}_{socket.gethostname()}_"
+    kept += [Path(str(left[0]).replace(start, f"{os.getuid()}_other_"))]  # of another machine
+    kept += [tmp_path / f"{owned_name(kinds[0], gone.pid)}rank_runs"]
+    for folder in (*left, *kept):
+        folder.mkdir()
+    mine = find_process(os.getpid()).started
+    (kept[-1] / "rank_1").write_text(f"{os.getpid()} {mine}")  # after the end of its launcher
+    gone.kill()
+    gone.wait()
+    first_failure.remove_left_folders()
+    assert sorted(tmp_path.iterdir()) == sorted(kept)
 
 
 def test_a_process_that_ends_without_leaving_is_lost(ranks):
