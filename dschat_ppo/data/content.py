@@ -16,11 +16,14 @@ PICTURES = ("image", "images", "video", "videos", "audio", "audios")
 SYSTEM_COLUMNS = "system", "system_prompt", "system_message"
 # Columns that no flag can name, and that say what the model sees or what is trained
 ALWAYS_CONTENT = {*PICTURES, *WEIGHTS, *THOUGHTS, "history", "functions", "rejected_messages"}
+# What a question is about, or what it leaves to choose from
+_OF_QUESTIONS = {"passage", "passages", "document", "documents", "article", "choices", "options"}
 # Columns that may hold the prompt or the answers of a row in some form. What only rewards use is
 # not among them, nor are names that mostly stand for who asked, and which model answered.
 CONTENT = (
     ALWAYS_CONTENT
     | {"context", "tools", *SYSTEM_COLUMNS}
+    | _OF_QUESTIONS
     | {
         name
         for kind in KINDS.values()

@@ -27,7 +27,10 @@ _CALLS = re.compile(
     r"|<\|python_tag\|>(?P<llama>.*?)(?:<\|e(?:om|ot)_id\|>|\Z)",
     re.DOTALL,
 )
-_TAGS = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
+_TAGS = re.compile(r"\s*<function=[^>\s]+>.*</function>\s*", re.DOTALL)
+_FUNCTION = re.compile(  # one of them; a value may hold "</function>"
+    r"<function=([^>\s]+)>(.*?)</function>\s*(?=<function=[^>\s]+>|\Z)", re.DOTALL
+)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 # Mistral since November 2024
 _NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]([^\[]*))?\[ARGS\](.*)", re.DOTALL)
@@ -61,7 +64,7 @@ def parse_action(
     calls = list[dict[str, Any]]()
     marked = _marked_calls(reply)
     for match in marked:
-        calls += _calls_of(match[match.lastgroup or 0])
+        calls += _calls_of(match[match.lastgroup or 0], tools)
     if calls:
         message["content"] = reply.rest_until(marked[0].start()).rstrip()
     elif tools:
@@ -107,13 +110,17 @@ def check_calls_read_back(tokenizer: PreTrainedTokenizerBase, tools: list[Any]) 
 def _example_arguments(schema: dict[str, Any]) -> dict[str, Any]:
     """Values for the arguments of a tool that are plain texts, numbers or booleans."""
     values = {"string": "x", "integer": 1, "number": 1, "boolean": True}
-    parameters = (schema.get("parameters") or {}).get("properties") or {}
-    kinds = {name: parameter.get("type") for name, parameter in parameters.items()}
     return {
         name: values[kind]
-        for name, kind in kinds.items()
+        for name, kind in _argument_types(schema).items()
         if isinstance(kind, str) and kind in values
     }
+
+
+def _argument_types(schema: dict[str, Any]) -> dict[str, Any]:
+    """The `type` of each argument of a tool; None where its schema has none."""
+    parameters = (schema.get("parameters") or {}).get("properties") or {}
+    return {name: parameter.get("type") for name, parameter in parameters.items()}
 
 
 def said_and_called(text: str, is_opened: bool = False) -> tuple[str, str]:
@@ -149,11 +156,11 @@ def _bare_calls(text: str, tools: list[Any]) -> list[dict[str, Any]]:
         value = json.loads(text)
     except (ValueError, RecursionError):
         named = _BARE_NAME.match(text)
-        return _calls_of(text) if named is not None and named[1] in names else []
+        return _calls_of(text, tools) if named is not None and named[1] in names else []
     name = value.get("name")
     has_arguments = "arguments" in value or "parameters" in value
     is_call = isinstance(name, str) and (has_arguments or name in names)
-    return _calls_of(text) if is_call else []
+    return _calls_of(text, tools) if is_call else []
 
 
 def _shallow(value: Any, levels: int = DEEPEST) -> Any:
@@ -171,12 +178,10 @@ def _shallow(value: Any, levels: int = DEEPEST) -> Any:
     return value
 
 
-def _calls_of(text: str) -> list[dict[str, Any]]:
+def _calls_of(text: str, tools: list[Any]) -> list[dict[str, Any]]:
     """The calls of one mark, as in transformers' chats."""
-    if (tags := _TAGS.fullmatch(text)) is not None:
-        return [
-            _call(tags[1], {name: _value(value) for name, value in _PARAMETER.findall(tags[2])})
-        ]
+    if _TAGS.fullmatch(text) is not None:
+        return _tagged_calls(text, tools)
     if (named := _NAMED.fullmatch(text)) is not None:
         return [_call(named[1], _json(named[3]), named[2])]
     found = _json(text)
@@ -187,6 +192,24 @@ def _calls_of(text: str) -> list[dict[str, Any]]:
         calls.append(
             _call(call["name"], call.get("arguments", call.get("parameters")), call.get("id"))
         )
+    return calls
+
+
+def _tagged_calls(text: str, tools: list[Any]) -> list[dict[str, Any]]:
+    """The calls in Qwen3-Coder's tags. A value is JSON where it is JSON, unless the schema of the
+    tool says that it is a string: the template writes strings without quotes."""
+    types = {
+        schema.get("name"): _argument_types(schema)
+        for schema in functions_of([{"tool_calls": tools}])
+    }
+    calls = []
+    for name, body in _FUNCTION.findall(text):
+        known = types.get(name, {})
+        arguments = {
+            argument: value if known.get(argument) == "string" else _value(value)
+            for argument, value in _PARAMETER.findall(body)
+        }
+        calls.append(_call(name, arguments))
     return calls
 
 

@@ -411,6 +411,8 @@ OTHERS = {
     "question": MARK,
     "input": MARK,
     "context": MARK,
+    "passage": MARK,
+    "choices": [MARK, "neither"],
     "system": MARK,
     "prompt": MARK,
     "images": [f"{MARK}.jpg"],

@@ -83,6 +83,25 @@ def test_json_that_is_a_call_follows_thoughts_too():
         content_and_calls('{"name": "add", "parameters": {"a": 1')
 
 
+def test_tags_hold_several_calls_and_the_schema_says_what_is_a_string():
+    schema = {"properties": {"text": {"type": "string"}, "count": {"type": "integer"}}}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "put", "parameters": schema}}]
+    first = "<function=add>\n<parameter=a>\n1\n</parameter>\n</function>"
+    values = {"text": "42", "count": "42", "other": "[1]"}
+    parameters = "".join(
+        f"<parameter={key}>\n{each}\n</parameter>\n" for key, each in values.items()
+    )
+    second = f"<function=put>\n{parameters}</function>"
+    cited = "<function=put><parameter=text></function></parameter></function>"
+    text = f"<tool_call>\n{first}\n{second}\n{cited}\n</tool_call>"
+    message = parse_action(tokenizer_of("bytes"), text, tools)
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "add", "arguments": {"a": 1}},
+        {"name": "put", "arguments": {"text": "42", "count": 42, "other": [1]}},
+        {"name": "put", "arguments": {"text": "</function>"}},
+    ]
+
+
 RESPONSE = {
     "start_anchor": "assistant",
     "defaults": {"role": "assistant"},
