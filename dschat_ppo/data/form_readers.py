@@ -362,8 +362,10 @@ def read_better(cells: Cells, use: Use) -> Found:
             row[pair.columns[role]] = pair.messages(role, turns)
         columns = {role: column for role, column in pair.columns.items() if role != "prompt"}
         pair = replace(pair, row=row, columns=columns)
-    prompt, answers = read_columns(pair, use)
-    return prompt, answers if lead else []
+    is_tie = use != "prompt" and not lead
+    # no pair is made of a tie, whose two answers may follow two conversations
+    prompt, answers = read_columns(pair, "sft" if is_tie else use)
+    return prompt, [] if is_tie else answers
 
 
 def judged(cells: Cells, use: Use) -> tuple[Cells, int]:

@@ -188,12 +188,14 @@ def lead_by_numbers(row: Row, columns: tuple[str, str]) -> int:
 
 
 def may_be_verdicts(column: str, values: Sequence[Any]) -> bool:
-    """Whether a column is named like a verdict and holds numbers or words."""
+    """Whether a column is named like a verdict and holds numbers, words or booleans."""
     is_named = re.search(
         "prefer|better|winner|winning|verdict|judg|choice|chosen|label|vote", column
     )
     short = [
-        number_in(value) is not None or (isinstance(value, str) and len(value) <= 40)
+        isinstance(value, bool)
+        or number_in(value) is not None
+        or (isinstance(value, str) and len(value) <= 40)
         for value in values
     ]
     return is_named is not None and bool(short) and all(short)

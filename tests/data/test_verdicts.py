@@ -136,6 +136,23 @@ def test_a_tie_is_a_prompt_and_no_pair(first, tie):
     assert form.read(tie, "prompt")[0].prompt == [ASK]
 
 
+def test_a_tie_of_two_conversations_that_part_early_is_no_bad_row():
+    turns = [user(Q), assistant(GOOD), ASK, assistant(GOOD)]
+    others = [user(Q), assistant(BAD), ASK, assistant(BAD)]
+    tie = {"conversation_a": turns, "conversation_b": others, "winner": "tie"}
+    form = form_of([{**ARENA, "winner": "model_b"}, tie], **CHAT)
+    assert form.read(tie, "preference") == form.read(tie, "sft") == form.read(tie, "unpaired") == []
+
+
+def test_true_and_false_say_nothing_of_two_answers_and_no_pair_is_advised_without_them():
+    rows = [sides(*RAB, True, is_a_better=True), sides(*RAB, False, is_a_better=False)]
+    flags = {"chosen_column": "answer_a", "rejected_column": "answer_b"}
+    with pytest.raises(UserError, match="if 'is_a_better' says .* --better_column is_a_better$"):
+        form_of(rows, **CHAT, use="preference")
+    with pytest.raises(UserError, match="'is_a_better' is 'true'; .*--data_format"):
+        read(rows, "preference", better_column="is_a_better", **CHAT, **flags)
+
+
 @pytest.mark.parametrize(
     ("rows", "low", "high"),
     [
