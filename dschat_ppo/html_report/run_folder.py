@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,15 @@ from dschat_ppo.common.paths import CONFIG, HEALTH, METRICS, MODELS, RESULT, SAM
 from dschat_ppo.errors import UserError, without_credentials
 
 NOT_PLOTTED = ("step", "time", "epoch")  # keys of a line that are not metrics
-# of an episode: (role "model", "call" or "environment"; text; reward of a turn)
-Part = tuple[str, str, float | None]
+# of an episode: (role "model", "call" or "environment"; text; reward)
+Turn = tuple[str, str, float | None]
+# errors of a line that is no response, or whose values are of another type
+OF_ANOTHER_SHAPE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 Points = list[tuple[int, float | None]]  # (step, value); None: NaN or infinity
 
 
 @dataclass(frozen=True)
-class Answer:
+class ReportedResponse:
     """One response. `kind`: "held-out" from an evaluation, "training" from `samples.jsonl`.
     `tokens`: its length."""
 
@@ -37,7 +38,7 @@ class Answer:
     tokens: int | None
     # "eos", "stop", "length" or ""; of an answer of the data "data", "chosen" or "rejected"
     ended: str
-    turns: Sequence[Part] = ()  # of an episode of several turns
+    turns: Sequence[Turn] = ()  # of an episode of several turns
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Run:
     result: dict[str, Any] | None  # of `result.json`; None while the run is unfinished
     health: list[dict[str, Any]] | None  # lines of `health.jsonl`; None without the file
     starts: list[dict[str, Any]]  # lines of `starts.jsonl`, one for each start of the run
-    answers: list[Answer]
+    responses: list[ReportedResponse]
 
     @property
     def steps(self) -> list[int]:
@@ -79,12 +80,12 @@ class Run:
 def short_names(folders: Sequence[Path]) -> list[str]:
     """For each folder the shortest end of its path that no other folder has, without the end that
     all have in common: "ppo" for one folder, "a" and "b" for a/ppo and b/ppo."""
-    parts = [folder.resolve().parts for folder in folders]
-    while len(parts) > 1 and len({own[-1] for own in parts}) == 1 and min(map(len, parts)) > 2:
-        parts = [own[:-1] for own in parts]
-    longest = max(map(len, parts))
+    paths = [folder.resolve().parts for folder in folders]
+    while len(paths) > 1 and len({path[-1] for path in paths}) == 1 and min(map(len, paths)) > 2:
+        paths = [path[:-1] for path in paths]
+    longest = max(map(len, paths))
     for length in range(1, longest):
-        names = ["/".join(own[-length:]) for own in parts]
+        names = ["/".join(path[-length:]) for path in paths]
         if len(set(names)) == len(names):
             return names
     return [str(folder) for folder in folders]
@@ -92,9 +93,11 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Read several runs, none of them twice; see `short_names` for their names."""
-    for number, folder in enumerate(folders):
-        if folder.resolve() in [other.resolve() for other in folders[:number]]:
+    resolved: set[Path] = set()
+    for folder in folders:
+        if folder.resolve() in resolved:
             raise UserError(f"{folder} is named twice; name each run once")
+        resolved.add(folder.resolve())
     return [
         read_run(folder, name) for folder, name in zip(folders, short_names(folders), strict=True)
     ]
@@ -113,38 +116,36 @@ def read_run(folder: Path, name: str) -> Run:
         raise UserError(
             f"{folder}: has no {METRICS}, so it is not the output folder of a run; {hint}"
         )
-    lines = {
-        line["step"]: line
-        for line in _read_lines(folder / METRICS)
-        if type(line.get("step")) is int
-    }
+    lines: dict[int, dict[str, Any]] = {}
+    for line in _read_lines(folder / METRICS):
+        if type(line.get("step")) is int:
+            lines[line["step"]] = line  # of two lines of one step, the later counts
     if not lines:
         raise UserError(
             f"{folder / METRICS}: has no finished step yet; try again after the first one"
         )
     metrics: dict[str, Points] = {}
-    for step, line in sorted(lines.items()):  # of two lines of one step, the later counts
-        for key, value in line.items():
-            if key not in NOT_PLOTTED and (value is None or type(value) in (int, float)):
-                metrics.setdefault(key, []).append((step, number_or_none(value)))
-    config = {
-        flag: without_credentials(value) for flag, value in _read_mapping(folder / CONFIG).items()
-    }
-    answers = _answers(folder / SAMPLES, _sampled)
-    for path in sorted(folder.glob("eval/step_*.jsonl")):
-        if (digits := path.stem.removeprefix("step_")).isdecimal():
-            answers += _answers(path, partial(_evaluated, int(digits)))
+    times: dict[int, float] = {}
+    for step, line in sorted(lines.items()):
+        times[step] = number_or_none(line.get("time")) or 0.0
+        for metric, value in line.items():
+            if metric not in NOT_PLOTTED and (value is None or type(value) in (int, float)):
+                metrics.setdefault(metric, []).append((step, number_or_none(value)))
+    config = _read_mapping(folder / CONFIG)
+    health = None
+    if (folder / HEALTH).is_file():
+        health = _read_lines(folder / HEALTH)
     return Run(
         name=name,
         folder=folder,
         metrics=metrics,
-        times={step: number_or_none(lines[step].get("time")) or 0.0 for step in sorted(lines)},
-        config=config,
+        times=times,
+        config={flag: without_credentials(value) for flag, value in config.items()},
         models=_read_mapping(folder / MODELS),
         result=_read_mapping(folder / RESULT) or None,
-        health=_read_lines(folder / HEALTH) if (folder / HEALTH).is_file() else None,
+        health=health,
         starts=_read_lines(folder / STARTS),
-        answers=answers,
+        responses=_read_responses(folder),
     )
 
 
@@ -169,96 +170,101 @@ def _read_text(path: Path) -> str:
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects in a file of JSON lines; others are skipped, as an incomplete last one of a run
     in progress."""
-    found = []
+    objects = []
     for line in _read_text(path).split("\n")[:-1]:
         with suppress(ValueError, RecursionError):
-            found.append(json.loads(line))
-    return [value for value in found if isinstance(value, dict)]
+            value = json.loads(line)
+            if isinstance(value, dict):
+                objects.append(value)
+    return objects
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
     """The mapping in a JSON or YAML file; {} if there is none or it is damaged."""
     text = _read_text(path)
-    # the last: it is no mapping
+    # AttributeError: it is no mapping
     with suppress(ValueError, RecursionError, yaml.YAMLError, AttributeError):
         if path.suffix == ".json" and text:
-            found = json.loads(text)
+            mapping = json.loads(text)
         else:
-            found = yaml.safe_load(text)
-        return {str(name): value for name, value in found.items()}
+            mapping = yaml.safe_load(text)
+        return {str(name): value for name, value in mapping.items()}
     return {}
 
 
-def _answers(path: Path, of_line: Callable[[dict[str, Any]], list[Answer]]) -> list[Answer]:
-    """The answers of a file of JSON lines; lines of another shape are skipped."""
-    found = []
-    for line in _read_lines(path):
-        with suppress(LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
-            found += of_line(line)
-    return found
+def _read_responses(folder: Path) -> list[ReportedResponse]:
+    """The samples of training, then the responses of each evaluation; lines of another shape are
+    skipped."""
+    responses: list[ReportedResponse] = []
+    for line in _read_lines(folder / SAMPLES):
+        with suppress(*OF_ANOTHER_SHAPE):
+            responses.append(_sampled(line))
+    for path in sorted(folder.glob("eval/step_*.jsonl")):
+        digits = path.stem.removeprefix("step_")
+        if not digits.isdecimal():
+            continue
+        for line in _read_lines(path):
+            with suppress(*OF_ANOTHER_SHAPE):
+                responses += _evaluated(int(digits), line)
+    return responses
 
 
-def _sampled(line: dict[str, Any]) -> list[Answer]:
-    scores = {str(name): number_or_none(score) for name, score in line["scores"].items()}
-    score = number_or_none(line["score"])
-    kl = number_or_none(line["kl"])
-    prompt = line["prompt"]
-    text = line["answer"]
-    ended = str(line["ended"])
-    tokens = int(line["length"])
-    turns = _turns(line.get("turns", ()))
+def _sampled(line: dict[str, Any]) -> ReportedResponse:
+    """The response of one line of `samples.jsonl`."""
+    return ReportedResponse(
+        kind="training",
+        step=int(line["step"]),
+        prompt=str(line["prompt"]),
+        text=str(line["answer"]),
+        score=number_or_none(line["score"]),
+        scores={str(name): number_or_none(score) for name, score in line["scores"].items()},
+        kl=number_or_none(line["kl"]),
+        tokens=int(line["length"]),
+        ended=str(line["ended"]),
+        turns=_turns(line.get("turns", ())),
+    )
+
+
+def _turns(turns: Sequence[dict[str, Any]]) -> list[Turn]:
     return [
-        Answer(
-            "training",
-            int(line["step"]),
-            str(prompt),
-            str(text),
-            score,
-            scores,
-            kl,
-            tokens,
-            ended,
-            turns,
-        )
+        (str(turn["role"]), str(turn["text"]), number_or_none(turn.get("reward"))) for turn in turns
     ]
 
 
-def _turns(parts: Sequence[dict[str, Any]]) -> list[Part]:
-    return [
-        (str(part["role"]), str(part["text"]), number_or_none(part.get("reward"))) for part in parts
-    ]
-
-
-def _evaluated(step: int, line: dict[str, Any]) -> list[Answer]:
-    """The answers of one line of `eval/step_N.jsonl`, to one prompt. In steps 1 and 2 nothing, or a
-    reward model alone, scores them, so that their lines have fewer keys."""
-    texts = line["answers"]
-    found = []
-    scored = line.get("scores") or [None] * len(texts)
-    turns = line.get("turns") or [()] * len(texts)
-    columns = zip(texts, scored, line["lengths"], line["ended"], turns, strict=True)
-    for number, (text, score, tokens, ended, own_turns) in enumerate(columns):
-        scores = {
-            str(name): number_or_none(own[number])
-            for name, own in line.get("scores_by_source", {}).items()
-        }
+def _evaluated(step: int, line: dict[str, Any]) -> list[ReportedResponse]:
+    """The responses of one line of `eval/step_N.jsonl`, to one prompt. In steps 1 and 2 nothing, or
+    a reward model alone, scores them, so that their lines have fewer keys."""
+    count = len(line["answers"])
+    responses = []
+    columns = zip(
+        line["answers"],
+        line.get("scores") or [None] * count,
+        line["lengths"],
+        line["ended"],
+        line.get("turns") or [()] * count,
+        strict=True,
+    )
+    for index, (text, score, tokens, ended, turns) in enumerate(columns):
+        scores = {}
+        for source, scores_of_source in line.get("scores_by_source", {}).items():
+            scores[str(source)] = number_or_none(scores_of_source[index])
+        kl_per_token = None
         if line.get("kl") is not None:
-            kl = number_or_none(line["kl"][number])
-        else:
-            kl = None
-        per_token = kl / tokens if kl is not None and tokens > 0 else None
-        found.append(
-            Answer(
-                "held-out",
-                step,
-                str(line["prompt"]),
-                str(text),
-                number_or_none(score),
-                scores,
-                per_token,
-                int(tokens),
-                str(ended),
-                _turns(own_turns),
+            kl = number_or_none(line["kl"][index])
+            if kl is not None and tokens > 0:
+                kl_per_token = kl / tokens
+        responses.append(
+            ReportedResponse(
+                kind="held-out",
+                step=step,
+                prompt=str(line["prompt"]),
+                text=str(text),
+                score=number_or_none(score),
+                scores=scores,
+                kl=kl_per_token,
+                tokens=int(tokens),
+                ended=str(ended),
+                turns=_turns(turns),
             )
         )
-    return found
+    return responses

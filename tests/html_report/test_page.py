@@ -11,18 +11,12 @@ import pytest
 from report_runs import SAMPLE, ppo_lines, write_run
 
 from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun
-from dschat_ppo.html_report.page import (
-    Figure,
-    answers,
-    drawings,
-    figures_of,
-    page,
-    report_run,
-    reporting,
-    rounded,
-    thin,
-)
-from dschat_ppo.html_report.run_folder import Answer, Run, read_run, read_runs
+from dschat_ppo.html_report.charts import charts, thin
+from dschat_ppo.html_report.figures import Figure, figures_of
+from dschat_ppo.html_report.page import page, report_run, reporting
+from dschat_ppo.html_report.responses import shown_responses
+from dschat_ppo.html_report.run_folder import ReportedResponse, Run, read_run, read_runs
+from dschat_ppo.html_report.tables import rounded
 
 
 def test_metrics_become_columns(tmp_path):
@@ -35,7 +29,7 @@ def test_metrics_become_columns(tmp_path):
     run = read_run(tmp_path, "a")
     assert run.metrics == {"rollout/count": [(1, 4), (2, 5)], "loss": [(2, None)]}
     assert run.times == {1: 5.0, 2: 6.5}
-    assert (run.result, run.health, run.answers, run.starts) == (None, None, [], [])
+    assert (run.result, run.health, run.responses, run.starts) == (None, None, [], [])
     config = {"actor_model_name_or_path": "m", "advantage_estimator": "grpo"}
     assert read_run(write_run(tmp_path / "grpo", [first], config), "a").kind == "PPO (grpo)"
 
@@ -94,7 +88,7 @@ def test_answers_of_evaluations_and_of_training(tmp_path):
     run = read_run(write_run(tmp_path, ppo_lines(1), **files), "a")
     found = [
         (one.kind, one.step, one.prompt, one.text, one.score, one.kl, one.tokens, one.ended)
-        for one in run.answers
+        for one in run.responses
     ]
     assert found == [
         ("training", 2, "q", "c", 2.0, 0.5, 5, "stop"),
@@ -102,7 +96,7 @@ def test_answers_of_evaluations_and_of_training(tmp_path):
         ("held-out", 10, "p", "b", None, None, 4, "length"),
         ("held-out", 11, "p", "a", 1, None, 3, "eos"),
     ]
-    assert [one.scores for one in run.answers] == [
+    assert [one.scores for one in run.responses] == [
         {"rule": 2.0},
         {"rule": 1.0, "learned": 0.5},
         {"rule": None, "learned": 2.0},
@@ -126,7 +120,7 @@ def test_turns_of_episodes(tmp_path):
     files = {"step_1": [row, row | {"turns": [[], turns]}], "samples": [SAMPLE | {"turns": turns}]}
     run = read_run(write_run(tmp_path, ppo_lines(1), **files), "a")
     read = [("model", "3", 0.5), ("environment", "no", None), ("call", "f", None)]
-    assert [list(one.turns) for one in run.answers] == [read, [], [], [], read]
+    assert [list(one.turns) for one in run.responses] == [read, [], [], [], read]
 
 
 @pytest.mark.parametrize(
@@ -303,7 +297,7 @@ def test_a_name_in_a_cell_is_one_word_and_a_sentence_wraps_anywhere(tmp_path):
     assert f"<td>{'x' * 41}</td>" in text and "<td>a few words</td>" in text
 
 
-def run_of(name: str = "a", answers=(), **metrics) -> Run:
+def run_of(name: str = "a", responses=(), **metrics) -> Run:
     """A run with these metrics: name -> values of steps 1, 2, ..."""
     points = {
         key: [(step, value) for step, value in enumerate(values, 1)]
@@ -320,12 +314,12 @@ def run_of(name: str = "a", answers=(), **metrics) -> Run:
         None,
         None,
         [],
-        [*answers],
+        [*responses],
     )
 
 
 def panels_of(title: str, *runs: Run) -> list[dict]:
-    return next(made.panels for made in drawings(runs) if made.figure.title == title)
+    return next(chart.panels for chart in charts(runs) if chart.figure.title == title)
 
 
 def test_one_run_has_a_panel_of_lines_and_several_have_a_panel_for_each_metric():
@@ -366,25 +360,26 @@ def test_a_long_series_keeps_the_lowest_the_highest_a_nan_and_the_last_point_of_
     ]
 
 
-def answer(kind: str, step: int, prompt: str, text: str = "a", score: float = 1.0) -> Answer:
-    return Answer(kind, step, prompt, text, score, {}, None, 1, "eos")
+def response(
+    kind: str, step: int, prompt: str, text: str = "a", score: float = 1.0
+) -> ReportedResponse:
+    return ReportedResponse(kind, step, prompt, text, score, {}, None, 1, "eos")
 
 
-def test_answers_of_one_run_compare_its_first_and_last_evaluation_and_of_two_runs_their_last_ones():
-    held_out = [answer("held-out", step, "p", f"at {step}") for step in (0, 5, 10)]
-    samples = [answer("training", 2, "q", str(score), score) for score in (1, 3, 2)]
-    found = answers([run_of(answers=held_out + samples)])
+def test_one_run_compares_its_first_and_last_evaluation_and_two_runs_their_last_ones():
+    held_out = [response("held-out", step, "p", f"at {step}") for step in (0, 5, 10)]
+    samples = [response("training", 2, "q", str(score), score) for score in (1, 3, 2)]
+    shown = shown_responses([run_of(responses=held_out + samples)])
     assert [
-        (prompt, [(title, own[0].text) for title, own in compared])
-        for prompt, compared in found["held_out"]
+        (prompt, [(title, responses[0].text) for title, responses in columns])
+        for prompt, columns in shown.held_out
     ] == [
         ("p", [("step 0", "at 0"), ("step 10", "at 10")]),
     ]
-    assert [(title, [one.text for one in own]) for title, own in found["training"]] == [
-        ("step 2", ["3", "2", "1"])
-    ]
-    [(_, compared)] = answers([run_of("a", held_out), run_of("b", held_out)])["held_out"]
-    assert [title for title, _ in compared] == ["a, step 10", "b, step 10"]
+    (title, best_first) = shown.training[0]
+    assert (title, [one.text for one in best_first]) == ("step 2", ["3", "2", "1"])
+    [(_, columns)] = shown_responses([run_of("a", held_out), run_of("b", held_out)]).held_out
+    assert [title for title, _ in columns] == ["a, step 10", "b, step 10"]
 
 
 def shown_by(title: str, known: list[str]) -> list[str]:

@@ -1,0 +1,82 @@
+"""The responses that a report shows: those of evaluations side by side, and samples of training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from dschat_ppo.html_report.run_folder import ReportedResponse, Run
+
+# of each run: held-out prompts, and steps whose training samples are shown
+MOST_PROMPTS = 40
+MOST_STEPS = 20
+MOST_RESPONSES = 8  # to a held-out prompt in one evaluation
+
+Titled = tuple[str, list[ReportedResponse]]  # (title, responses)
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class ShownResponses:
+    """What the section on responses shows.
+
+    held_out: (prompt, columns); a column has the responses of one evaluation. Of one run the first
+        and the last evaluation are compared, of several runs their last ones.
+    training: The responses of one step each, that with the highest score first.
+    """
+
+    held_out: list[tuple[str, list[Titled]]]
+    training: list[Titled]
+
+
+def shown_responses(runs: Sequence[Run]) -> ShownResponses:
+    """The responses to `MOST_PROMPTS` held-out prompts of each run, and training samples of
+    `MOST_STEPS` of its steps."""
+    columns_by_prompt: dict[str, list[Titled]] = {}
+    training: list[Titled] = []
+    for run in runs:
+        prefix = f"{run.name}, " if len(runs) > 1 else ""
+        by_prompt = _held_out_by_prompt(run)
+        for prompt in list(by_prompt)[:MOST_PROMPTS]:
+            by_step = by_prompt[prompt]
+            steps = [min(by_step), max(by_step)]
+            if len(runs) > 1 or steps[0] == steps[1]:
+                steps = steps[1:]
+            columns = columns_by_prompt.setdefault(prompt, [])
+            for step in steps:
+                columns.append((f"{prefix}step {step}", by_step[step][:MOST_RESPONSES]))
+        for step, samples in evenly(_samples_by_step(run), MOST_STEPS):
+            by_score = sorted(samples, key=lambda sample: -(sample.score or 0.0))
+            training.append((f"{prefix}step {step}", by_score))
+    return ShownResponses(list(columns_by_prompt.items()), training)
+
+
+def _held_out_by_prompt(run: Run) -> dict[str, dict[int, list[ReportedResponse]]]:
+    """Prompt -> step -> its responses in the evaluation after this step."""
+    by_prompt: dict[str, dict[int, list[ReportedResponse]]] = {}
+    for response in run.responses:
+        if response.kind == "held-out":
+            by_step = by_prompt.setdefault(response.prompt, {})
+            by_step.setdefault(response.step, []).append(response)
+    return by_prompt
+
+
+def _samples_by_step(run: Run) -> list[tuple[int, list[ReportedResponse]]]:
+    """(step, its training samples), in the order of the file; a step that the run repeats after it
+    resumed may come twice."""
+    by_step: list[tuple[int, list[ReportedResponse]]] = []
+    for response in run.responses:
+        if response.kind != "training":
+            continue
+        if not by_step or by_step[-1][0] != response.step:
+            by_step.append((response.step, []))
+        by_step[-1][1].append(response)
+    return by_step
+
+
+def evenly(values: list[Value], count: int) -> list[Value]:
+    """At most `count` of the values, 2 or more, at even distances, with the first and the last."""
+    if len(values) <= count:
+        return values
+    return [values[index * (len(values) - 1) // (count - 1)] for index in range(count)]
