@@ -58,7 +58,9 @@ class Advice:
         """For columns that no form has."""
         if self.sets:
             return as_known_set(self.sets)
-        return _OF_STEPS if self.has_steps else self.pairs or NAME_THEM
+        if self.has_steps:
+            return _OF_STEPS
+        return self.pairs or NAME_THEM
 
 
 def as_known_set(sets: tuple[str, ...]) -> str:

@@ -84,12 +84,16 @@ class IndexStream:
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the sequence, and in the data of a stream, for `load_state_dict`."""
-        data = self._rows.state_dict() if isinstance(self._rows, StreamedRows) else None
+        if isinstance(self._rows, StreamedRows):
+            data = self._rows.state_dict()
+        else:
+            data = None
         return {"taken": self.taken, "data": data}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved position, over the same rows with the same seed."""
-        self.taken, self._left = state["taken"], iter(())
+        self.taken = state["taken"]
+        self._left = iter(())
         if isinstance(self._rows, StreamedRows):
             self._rows.load_state_dict(state.get("data"))
 
@@ -129,11 +133,9 @@ def column(
     records: Sequence[dict[str, Any]], name: str, dtype: torch.dtype | None = None
 ) -> Tensor | None:
     """A column of the rows; None if they do not have it."""
-    return (
-        torch.tensor([record[name] for record in records], dtype=dtype)
-        if name in records[0]
-        else None
-    )
+    if name in records[0]:
+        return torch.tensor([record[name] for record in records], dtype=dtype)
+    return None
 
 
 def answered(
@@ -150,10 +152,8 @@ def answered(
     ids, lengths = right_padded(
         [[*prompt, *ids] for prompt, ids in zip(prompts, answers, strict=True)], pad_id
     )
-    starts, columns = (
-        torch.tensor([1 if whole else len(ids) for ids in prompts]),
-        torch.arange(ids.shape[1]),
-    )
+    starts = torch.tensor([1 if whole else len(ids) for ids in prompts])
+    columns = torch.arange(ids.shape[1])
     return ids, lengths, (columns >= starts[:, None]) & (columns < lengths[:, None]) & real[:, None]
 
 

@@ -94,11 +94,10 @@ def content_key(paths: Sequence[Path]) -> str:
 def token_key(content: str, tokenizer: PreTrainedTokenizerBase, *settings: object) -> str:
     """Key of token rows: what identifies the data rows, tokenizer, chat template, settings, and the
     code that makes them."""
-    vocabulary = (
-        tokenizer.backend_tokenizer.to_str()
-        if tokenizer.is_fast
-        else sorted(tokenizer.get_vocab().items())
-    )
+    if tokenizer.is_fast:
+        vocabulary = tokenizer.backend_tokenizer.to_str()
+    else:
+        vocabulary = sorted(tokenizer.get_vocab().items())
     made_by = (_code(), transformers.__version__, tokenizers.__version__)
     special = tokenizer.special_tokens_map
     return _digest(content, vocabulary, tokenizer.chat_template, special, *made_by, *settings)

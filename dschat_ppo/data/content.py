@@ -105,7 +105,12 @@ def lines_of(value: Any) -> list[str]:
         value = value.get("content", value.get("value"))
     if isinstance(value, str):
         return [line.strip() for line in value.splitlines() if line.strip()]
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        inner = value.values()
+    elif isinstance(value, list):
+        inner = value
+    else:
+        inner = ()
     return [line for part in inner for line in lines_of(part)]
 
 

@@ -79,10 +79,8 @@ def encode_example(
     found too."""
     prompt, spans = example.prompt, list[Span]()  # spans: characters of the prompt
     if isinstance(prompt, str):
-        text, is_bare = (
-            prompt,
-            tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token),
-        )
+        text = prompt
+        is_bare = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
         answers = [text_answer(tokenizer, answer) for answer in example.answers]
     else:
         prompt = [
@@ -98,7 +96,8 @@ def encode_example(
         ]
         tools = example.tools
         variables = known_variables(tokenizer, example.variables, tools)
-        text, is_bare = render(tokenizer, prompt, True, tools, variables), True
+        text = render(tokenizer, prompt, True, tools, variables)
+        is_bare = True
         check_prompt(tokenizer, text, prompt, tools, variables)
         if all_turns:
             said = [
@@ -201,12 +200,15 @@ def _encode_divided(
 ) -> tuple[list[int], list[Span]]:
     """`_encode` of a text whose parts between `SPLIT`s are encoded one by one, later ones as by
     `encode_after` after a line break. No span contains a `SPLIT`."""
-    ids, found, place = list[int](), list[Span](), 0
+    ids = list[int]()
+    found = list[Span]()
+    place = 0
     for part in text.split(SPLIT):
         for start in (
             ("\n", ":", "") if place and _puts_a_space_before(tokenizer, len(tokenizer)) else ("",)
         ):
-            first, shift = _encode(tokenizer, start)[0] if start else [], len(start) - place
+            first = _encode(tokenizer, start)[0] if start else []
+            shift = len(start) - place
             inside = tuple(
                 (a + shift, b + shift) for a, b in spans if place <= a and b <= place + len(part)
             )
@@ -269,7 +271,8 @@ def joined_steps(example: Example, separator: str) -> Example:
     """The example with one answer: its steps with `separator` between them, which is removed from
     their ends. `UserError` if there are no steps or labels, or a step is empty or contains the
     separator."""
-    steps, ends = list[str](), re.escape(separator)
+    steps = list[str]()
+    ends = re.escape(separator)
     for number, step in enumerate(example.answers, start=1):
         assert isinstance(step, str)
         # a run inside is tried once
@@ -295,18 +298,17 @@ def step_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], separator:
     if not ids:
         return []
     text = decoded(tokenizer, ids)
-    ends, place, spaces = (
-        list[int](),
-        0,
-        len(separator) - (len(separator.rstrip(" ")) or len(separator)),
-    )
+    ends = list[int]()
+    place = 0
+    spaces = len(separator) - (len(separator.rstrip(" ")) or len(separator))
     *steps, rest = text.split(separator)
     for step in steps:
         place += len(step) + len(separator)
         if step.strip():
             # Texts are compared, not lengths: the bytes of half a character decode to one or
             # several characters.
-            start, lasts = text[: place - spaces], range(len(ids) - 1)
+            start = text[: place - spaces]
+            lasts = range(len(ids) - 1)
             ends.append(
                 bisect_left(
                     lasts, True, key=lambda n: decoded(tokenizer, ids[: n + 1]).startswith(start)

@@ -119,14 +119,21 @@ def value_at(row: Row, path: str) -> Any:
         if isinstance(value, dict) and part in value:
             value = value[part]
         elif isinstance(value, list) and entry.isdigit() and int(entry) < len(value):
-            value = value[int(entry)] if entry == part else value[int(entry) :]
+            if entry == part:
+                value = value[int(entry)]
+            else:
+                value = value[int(entry) :]
         else:
             raise UserError(
                 f"has no '{path}'" + (f": '{'.'.join(done)}' is {kind_of(value)}" if done else "")
             )
         done.append(part)
     if isinstance(value, float):
-        return None if math.isnan(value) else int(value) if value.is_integer() else value
+        if math.isnan(value):
+            return None
+        if value.is_integer():
+            return int(value)
+        return value
     return value
 
 
@@ -231,7 +238,9 @@ def from_json(value: Any) -> Any:
         str(part.get("role", part.get("from"))).strip().lower() in ROLES for part in parts
     )
     # of three signs one may fail: turns without content, or with other roles, are refused later
-    return found if parts and isinstance(found, list) + has_texts + has_roles >= 2 else value
+    if parts and isinstance(found, list) + has_texts + has_roles >= 2:
+        return found
+    return value
 
 
 # Messages
@@ -269,7 +278,9 @@ def turns_in(value: Any) -> list[Any]:
         texts += pair
     if texts and texts[-1] is None:
         texts.pop()
-    return texts if all(isinstance(text, str) for text in texts) else []
+    if all(isinstance(text, str) for text in texts):
+        return texts
+    return []
 
 
 def leaves_out(weight: Any) -> bool:
@@ -288,8 +299,12 @@ def read_messages(value: Any, column: str, role_names: dict[str, str] | None = N
     lower case."""
     value = json_value(value)
     if isinstance(value, dict):
-        value = value["messages"] if isinstance(value.get("messages"), list) else [value]
-    value = [from_json(part) for part in value] if isinstance(value, list) else value
+        if isinstance(value.get("messages"), list):
+            value = value["messages"]
+        else:
+            value = [value]
+    if isinstance(value, list):
+        value = [from_json(part) for part in value]
     if not isinstance(value, list) or not value:
         what = "an empty list" if value == [] else kind_of(value)
         raise UserError(f"'{column}' is {what}; expected a list of role/content messages")
@@ -306,7 +321,8 @@ def read_messages(value: Any, column: str, role_names: dict[str, str] | None = N
             {"role": ("user", "assistant")[number % 2], "content": text}
             for number, text in enumerate(value)
         ]
-    roles, read = ROLES | (role_names or {}), Messages()
+    roles = ROLES | (role_names or {})
+    read = Messages()
     for number, message in enumerate(value, start=1):
         name = f"message {number} of '{column}'"
         checked(message, dict, name, "an object with role and content")
@@ -316,7 +332,10 @@ def read_messages(value: Any, column: str, role_names: dict[str, str] | None = N
             rest.pop(key, None)
             for key in (("from", "value") if is_sharegpt else ("role", "content"))
         )
-        role = roles.get(given.strip().lower()) if isinstance(given, str) else None
+        if isinstance(given, str):
+            role = roles.get(given.strip().lower())
+        else:
+            role = None
         if not isinstance(given, str) or role is None:
             raise UserError(
                 f"{name} has {'no role' if given is None else f'role {given!r}'}; expected"
@@ -324,7 +343,8 @@ def read_messages(value: Any, column: str, role_names: dict[str, str] | None = N
             )
         calls = rest.pop("tool_calls", None)
         if given.strip().lower() in _CALLS:
-            calls, content = json_value(content), ""
+            calls = json_value(content)
+            content = ""
             calls = [
                 {"type": "function", "function": call}
                 for call in (calls if isinstance(calls, list) else [calls])
@@ -347,8 +367,11 @@ def _excluded(weights: dict[str, Any], role: str, name: str) -> bool:
         if str(weight).lower() not in _NUMBERS or (
             key == "mask" and role == "assistant" and leaves_out(weight)
         ):
-            expected = "1, because 0 has two meanings; use 'loss_mask', with 1 for what is trained"
-            expected = expected if key == "mask" else "0 or 1, which leave it out or train it"
+            expected = "0 or 1, which leave it out or train it"
+            if key == "mask":
+                expected = (
+                    "1, because 0 has two meanings; use 'loss_mask', with 1 for what is trained"
+                )
             raise UserError(f"'{key}' of {name} is {kind_of(weight)}; expected {expected}")
     return role == "assistant" and any(map(leaves_out, weights.values()))
 
@@ -359,7 +382,10 @@ def _text_of(content: Any, name: str) -> str:
         return content
     texts = []
     for part in checked(content, list, f"the content of {name}", "text or text parts"):
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if isinstance(part, dict):
+            kind = part.get("type")
+        else:
+            kind = type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             raise UserError(f"{name} has a part of type '{kind}'; only text parts can be used")
         texts.append(part["text"])
@@ -383,7 +409,10 @@ def read_tools(value: Any, column: str) -> list[Any] | None:
     else:
         value = _without_nulls(value)
     # and not what holds messages too
-    way = "; --ignore_columns tools leaves it out" if column == "tools" else ""
+    if column == "tools":
+        way = "; --ignore_columns tools leaves it out"
+    else:
+        way = ""
     expected = f"a list of tool descriptions or its JSON{way}"
     found = checked([] if value is None else value, list, f"'{column}'", expected)
     return [
@@ -400,18 +429,18 @@ def _without_nulls(value: Any) -> Any:
             for key, inner in value.items()
             if inner is not None or key in ("default", "const")
         }
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in value]
+    return value
 
 
 def tools_beside(value: Any) -> Any:
     """The tools in an object that holds them and `messages`, given as it is or as JSON text; None
     without them."""
     value = json_value(value)
-    return (
-        value.get("tools")
-        if isinstance(value, dict) and isinstance(value.get("messages"), list)
-        else None
-    )
+    if isinstance(value, dict) and isinstance(value.get("messages"), list):
+        return value.get("tools")
+    return None
 
 
 def _with_parsed_arguments(call: Any, name: str) -> Any:
@@ -443,6 +472,9 @@ def functions_of(messages: Messages) -> Iterator[dict[str, Any]]:
     the calls alone."""
     for message in messages:
         for call in message.get("tool_calls") or ():
-            function = call.get("function", call) if isinstance(call, dict) else None
+            if isinstance(call, dict):
+                function = call.get("function", call)
+            else:
+                function = None
             if isinstance(function, dict):
                 yield function

@@ -172,7 +172,10 @@ def _lost(form: Form, rows: list[Row]) -> set[str]:
 
 def _completed(sample: Sample, chosen: Candidate) -> Form:
     """The form of a candidate, with its rendering and the columns besides prompt and answers."""
-    name, columns, flags, advice = sample.name, sample.columns, sample.flags, sample.advice
+    name = sample.name
+    columns = sample.columns
+    flags = sample.flags
+    advice = sample.advice
     kind = chosen.form.kind
     rendering, about_prompts, warning = rendering_of(
         name, chosen, sample.has_template, flags, advice
@@ -188,7 +191,10 @@ def _completed(sample: Sample, chosen: Candidate) -> Form:
         warning = f"most of the first rows do not fit the form {kind.name}; {way}"
         if kind.name == "ranked" and advice.pairs:  # answers without scores
             row_way = advice.pairs
-    by_name = () if flags.system_column is not None or kind.is_known_set else SYSTEM_COLUMNS
+    if flags.system_column is not None or kind.is_known_set:
+        by_name = ()
+    else:
+        by_name = SYSTEM_COLUMNS
     system = next((column for column in by_name if column in columns), None)
     truth, pattern = _truth(sample, chosen.form)
     by_role = chosen.form.columns
@@ -227,14 +233,18 @@ def _used(form: Form) -> set[str]:
     """The columns of the data set that a form reads."""
     paths = (*form.columns.values(), form.system, form.tools, form.variables, form.truth)
     used = {path.split(".")[0] for path in paths if path}
-    return used | {"margin"} if "rejected" in form.columns else used
+    if "rejected" in form.columns:
+        return used | {"margin"}
+    return used
 
 
 def _watched(sample: Sample, form: Form) -> set[str]:
     """Columns whose content would be lost: all that some form reads or whose names tell of answers,
     or fewer of them if flags choose how to read the rows, beside prompts alone, and beside texts,
     which may have classes."""
-    kind, flags, of_content = form.kind, sample.flags, sample.of_content
+    kind = form.kind
+    flags = sample.flags
+    of_content = sample.of_content
     if kind.is_known_set:
         return {column for column in (form.system, form.tools) if column}
     only_prompts = form.uses == ("prompt",)
@@ -276,7 +286,10 @@ def _about_columns(form: Form, columns: list[str], flags: DataFlags) -> list[str
     if unused and not form.kind.is_known_set:
         parts.append(f"other columns: {_listed(unused)}")
     if form.truth:
-        by_pattern = f" by '{form.truth_pattern}'" if form.truth_pattern else ""
+        if form.truth_pattern:
+            by_pattern = f" by '{form.truth_pattern}'"
+        else:
+            by_pattern = ""
         parts.append(f"the correct answer from '{form.truth}'{by_pattern}")
     for flag in ("input_template", "system_message"):
         if getattr(flags, flag) and getattr(form, flag) is None:
@@ -365,10 +378,16 @@ def _candidates(sample: Sample) -> Iterator[Candidate]:
     table in their order. A form of text or messages may have the columns that flags name in any
     place, another one if its prompt has the name that the form gives it. If no form reads most of
     the rows, the closest one. `UserError` if no form has the columns."""
-    rows, flags, by_flag = sample.rows, sample.flags, sample.of_content
-    known = set_named(sample.name) if flags.data_format == "auto" and not by_flag else None
+    rows = sample.rows
+    flags = sample.flags
+    by_flag = sample.of_content
+    if flags.data_format == "auto" and not by_flag:
+        known = set_named(sample.name)
+    else:
+        known = None
     wanted = known or (flags.data_format if flags.data_format != "auto" else "")
-    found, is_given = list[Candidate](), False
+    found = list[Candidate]()
+    is_given = False
     for kind in [FORMS[wanted]] if wanted else KINDS.values():
         located = _located(kind, sample.columns, rows, by_flag)
         is_open = (
@@ -414,7 +433,10 @@ def _candidates(sample: Sample) -> Iterator[Candidate]:
         if wanted:
             names = ", ".join(names.replace(" ", "/") for names in FORMS[wanted].roles.values())
             what = f"do not fit the form {wanted} ({names})"
-        hint = "; --data_format FORM reads it in another way than DeepSpeed-Chat" if known else ""
+        if known:
+            hint = "; --data_format FORM reads it in another way than DeepSpeed-Chat"
+        else:
+            hint = ""
         raise UnreadError(
             f"{sample.name}: has the columns {_listed(sample.columns)}, which {what}",
             f"{sample.advice.for_any}{hint}",

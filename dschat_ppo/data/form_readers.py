@@ -112,7 +112,9 @@ class Cells:
 
     def known(self, role: str) -> Any:
         """The value; None if the row lacks it."""
-        return self.value(role) if has_value(self.row, self.columns[role]) else None
+        if has_value(self.row, self.columns[role]):
+            return self.value(role)
+        return None
 
     def text(self, role: str) -> str:
         return text_at(self.row, self.columns[role])
@@ -144,11 +146,9 @@ class Cells:
         """The prompt as text or messages, after its earlier turns if there are any."""
         value = self.value("prompt")
         if isinstance(value, str):
-            return (
-                [*self.history(), {"role": "user", "content": value}]
-                if self.has("history")
-                else value
-            )
+            if self.has("history"):
+                return [*self.history(), {"role": "user", "content": value}]
+            return value
         if value != [] and not looks_like_messages(value):
             expected = "text or a list of role/content messages"
             raise UserError(f"{self.called('prompt')} is {kind_of(value)}; expected {expected}")
@@ -162,7 +162,9 @@ class Cells:
         pairs = self.listed("history", expected)
         if pairs and not turns_in(pairs) and not looks_like_messages(pairs):
             raise UserError(f"'history' holds {kind_of(pairs[0])}; expected {expected}")
-        return self.messages("history", pairs) if pairs else []
+        if pairs:
+            return self.messages("history", pairs)
+        return []
 
 
 # Prompts and answers that are text or messages
@@ -173,26 +175,25 @@ def read_columns(cells: Cells, use: Use) -> Found:
     is text or messages. SFT learns the response if there is one. Answers may repeat the prompt, and
     as messages also continue it."""
     better = next((role for role in ("chosen", "response", "messages") if cells.has(role)), "")
-    asked = (
-        "prompt"
-        if cells.has("prompt")
-        else "messages"
-        if cells.has("messages") and better == "chosen"
-        else ""
-    )
-    prompt = (
-        cells.prompt()
-        if asked == "prompt"
-        else cells.messages("messages", cells.value(asked))
-        if asked
-        else None
-    )
+    if cells.has("prompt"):
+        asked = "prompt"
+    elif cells.has("messages") and better == "chosen":
+        asked = "messages"
+    else:
+        asked = ""
+    if asked == "prompt":
+        prompt = cells.prompt()
+    elif asked:
+        prompt = cells.messages("messages", cells.value(asked))
+    else:
+        prompt = None
     trained = "response" if cells.has("response") else better
     roles = {"sft": [trained], "preference": [better, "rejected"]}.get(use, [])
     if better == "messages" or (better and looks_like_messages(cells.known(better))):
         # in all uses, its messages are the whole prompt
         roles = list(dict.fromkeys([better, *roles]))
-    whole, answers = prompt, list[Any]()
+    whole = prompt
+    answers = list[Any]()
     for role in roles:
         value = cells.value(role)
         if role != "messages" and not looks_like_messages(value):
@@ -216,7 +217,8 @@ def read_columns(cells: Cells, use: Use) -> Found:
         joined = _with_prompt(prompt, before, cells.called(role))
         if answers and not _same(joined, whole):
             raise UserError("chosen and rejected answer different prompts")
-        whole, prompt = whole if answers else joined, joined if prompt is None else prompt
+        whole = whole if answers else joined
+        prompt = joined if prompt is None else prompt
         answers.append(answer["content"] if set(answer) == {"role", "content"} else answer)
     if (
         isinstance(prompt, str)
@@ -280,11 +282,10 @@ def read_implicit_preference(cells: Cells, use: Use) -> Found:
 def read_transcript(cells: Cells, use: Use) -> Found:
     """Text with turns that start with two line breaks and `Human:` or `Assistant:`; the last turn
     is the answer."""
-    roles = (
-        ["chosen", "rejected"]
-        if use == "preference"
-        else ["messages" if cells.has("messages") else "chosen"]
-    )
+    if use == "preference":
+        roles = ["chosen", "rejected"]
+    else:
+        roles = ["messages" if cells.has("messages") else "chosen"]
     prompts, answers = [], []
     for role in roles:
         before, marker, answer = cells.text(role).rpartition(_ASSISTANT)
@@ -301,7 +302,10 @@ def read_transcript(cells: Cells, use: Use) -> Found:
     if not cells.as_chat:
         return prompts[0] + _ASSISTANT, pair_of(answers)
     first, *parts = re.split(r"\n\n(Human|Assistant):", prompts[0])
-    turns = [{"role": "system", "content": first.strip()}] if first.strip() else []
+    if first.strip():
+        turns = [{"role": "system", "content": first.strip()}]
+    else:
+        turns = []
     for name, text in zip(parts[::2], parts[1::2], strict=True):
         turns.append({"role": "user" if name == "Human" else "assistant", "content": text.strip()})
     return turns, pair_of(answers)
@@ -313,7 +317,9 @@ def read_alpaca(cells: Cells, use: Use) -> Found:
     lead = 1
     if cells.has("first"):
         cells, lead = judged(cells, use)
-    question, template, history = cells.text("prompt"), cells.input_template, cells.history()
+    question = cells.text("prompt")
+    template = cells.input_template
+    history = cells.history()
     extra = (cells.value("input") if cells.has("input") else None) or ""
     checked(extra, str, f"'{cells.columns.get('input')}'", "text")
     question, extra = (question, extra) if question else (extra, "")
@@ -346,9 +352,10 @@ def read_better(cells: Cells, use: Use) -> Found:
     lists of texts (Chatbot Arena's 55k) the prompt has the turns of the user, each answer those of
     the assistant."""
     pair, lead = judged(cells, use)
-    asked = (
-        json_value(value_at(cells.row, cells.columns["prompt"])) if cells.has("prompt") else None
-    )
+    if cells.has("prompt"):
+        asked = json_value(value_at(cells.row, cells.columns["prompt"]))
+    else:
+        asked = None
     if isinstance(asked, list) and asked and all(isinstance(text, str) for text in asked):
         row = dict(cells.row)
         for role in ("chosen", "rejected"):
@@ -395,7 +402,8 @@ def read_ranked(cells: Cells, use: Use) -> Found:
     prompt = cells.prompt()
     if use == "prompt":
         return prompt, []
-    name, values = cells.called("response"), cells.listed("response", "a list of answers")
+    name = cells.called("response")
+    values = cells.listed("response", "a list of answers")
     role = next((role for role in ("ranks", "scores") if cells.has(role)), "")
     known = [value if isinstance(value, dict) else {} for value in values]
     key = next(
@@ -406,11 +414,15 @@ def read_ranked(cells: Cells, use: Use) -> Found:
             f"the answers of {name} have no score or rank, and no column {', '.join(SCORES)} is"
             " there"
         )
-    numbers = cells.listed(role, "a list of numbers") if role else [value[key] for value in known]
+    if role:
+        numbers = cells.listed(role, "a list of numbers")
+    else:
+        numbers = [value[key] for value in known]
     given = cells.called(role) if role else f"'{key}' in {name}"
     if len(numbers) != len(values) or not values:
         raise UserError(f"{name} has {len(values)} answers, but {given} {len(numbers)} numbers")
-    sign, answers = -1 if role == "ranks" or (not role and key in RANKS) else 1, []
+    sign = -1 if role == "ranks" or (not role and key in RANKS) else 1
+    answers = []
     for number, (value, worth) in enumerate(zip(values, numbers, strict=True), start=1):
         if isinstance(value, dict):
             value = next((value[key] for key in TEXTS if value.get(key) is not None), value)

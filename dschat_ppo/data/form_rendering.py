@@ -32,7 +32,8 @@ def rendering_of(
     """Whether the prompts of a data set are text or chat, in all three steps; words for the log; a
     warning or "". `UserError` if a flag does not fit the form, or chat messages lack a
     template."""
-    kind, wanted = chosen.form.kind, flags.apply_chat_template
+    kind = chosen.form.kind
+    wanted = flags.apply_chat_template
     if wanted and kind.rendering == "text":
         raise UserError(
             f"{name}: the form {kind.name} is text, so --apply_chat_template True does not apply"
@@ -53,9 +54,10 @@ def rendering_of(
                 " template; --chat_template chatml (or llama-3, zephyr, human-assistant, a file)"
                 " gives it one"
             )
-        what = (
-            "chat messages, rendered by" if chosen.is_chat else "text and become user messages of"
-        )
+        if chosen.is_chat:
+            what = "chat messages, rendered by"
+        else:
+            what = "text and become user messages of"
         return "chat", f"prompts are {what} the chat template", ""
     # plain text has no prompts; other data sets may have some
     if flags.system_message and kind.name != "text":
@@ -90,4 +92,6 @@ def _glued(chosen: Candidate) -> str:
         and answer[:1].isalnum()
         and (prompt[-1:].isalnum() or prompt[-1:] in _SENTENCE_ENDS)
     ]
-    return repr(glued[0]) if 2 * len(glued) > len(texts) else ""
+    if 2 * len(glued) > len(texts):
+        return repr(glued[0])
+    return ""

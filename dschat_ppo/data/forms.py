@@ -58,7 +58,10 @@ class UnreadError(UserError):
 
     def __init__(self, what: str, way: str, lost: Sequence[str] = (), is_sure: bool = False):
         super().__init__(f"{what}; {way}")
-        self.what, self.way, self.lost, self.is_sure = what, way, tuple(lost), is_sure
+        self.what = what
+        self.way = way
+        self.lost = tuple(lost)
+        self.is_sure = is_sure
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,8 @@ class Form:
                 way = f"; {self.row_way}" if self.row_way else ""
                 raise UserError(f"{problem}{way}") from None
             if examples:
-                prompt, context = self._rendered(examples[0].prompt, made), tuple[int, ...]()
+                prompt = self._rendered(examples[0].prompt, made)
+                context = tuple[int, ...]()
                 if isinstance(prompt, list):
                     context = tuple(
                         number for number, message in enumerate(prompt) if CONTEXT in message
@@ -163,7 +167,8 @@ class Form:
 
     def examples_of(self, row: Row, use: Use) -> list[Example]:
         """What the reader finds in a row for a use, before the prompt is rendered."""
-        is_chat, template = self.rendering == "chat", self.input_template
+        is_chat = self.rendering == "chat"
+        template = self.input_template
         cells = Cells(row, self.columns, self.role_names, is_chat, template, self.scale)
         is_pair = use == "unpaired" and not self.kind.labelled  # which is split below
         prompt, answers = self.kind.read(cells, "preference" if is_pair else use)
@@ -196,7 +201,8 @@ class Form:
         else:
             # stable: of equal ones the first comes first
             order = sorted(answers, key=lambda one: -one.worth)
-            best, worst = order[0], min(order, key=lambda one: one.worth)
+            best = order[0]
+            worst = min(order, key=lambda one: one.worth)
             if use == "sft":
                 return [_example(prompt, [best])]
             pairs = [
@@ -217,21 +223,22 @@ class Form:
                 raise UserError(
                     "the prompt is a list of chat messages, but those of the first rows are text"
                 )
-            return (
-                prompt if self.input_template is None else self.input_template.replace("{}", prompt)
-            )
+            if self.input_template is None:
+                return prompt
+            return self.input_template.replace("{}", prompt)
         if isinstance(prompt, str):
             prompt = [
                 {"role": "user", "content": (self.input_template or "{}").replace("{}", prompt)}
             ]
         given = value_at(row, self.system) if self.system else None
-        system = (
-            self.system_message
-            if given in (None, "")
-            else checked(given, str, f"'{self.system}'", "text")
-        )
+        if given in (None, ""):
+            system = self.system_message
+        else:
+            system = checked(given, str, f"'{self.system}'", "text")
         if prompt[0]["role"] not in ("system", "developer"):
-            return [{"role": "system", "content": system}, *prompt] if system else prompt
+            if system:
+                return [{"role": "system", "content": system}, *prompt]
+            return prompt
         if given not in (None, "") and prompt[0]["content"] != given:
             raise UserError(
                 f"'{self.system}' and the first message are two different system messages"
@@ -241,11 +248,10 @@ class Form:
     def _tools_of(self, row: Row) -> list[Any] | None:
         """The tools of a row: of their column, or those in one object with the messages. All must
         be equal."""
-        given = (
-            [(self.tools, value_at(row, self.tools))]
-            if self.tools and self.rendering == "chat"
-            else []
-        )
+        if self.tools and self.rendering == "chat":
+            given = [(self.tools, value_at(row, self.tools))]
+        else:
+            given = []
         for path in self.columns.values():
             # messages named by a dot (`input.messages`) have the tools beside them (`input.tools`)
             holder = path.removesuffix(".messages")
@@ -341,7 +347,12 @@ def rows_made(function: str, row: Row) -> list[Row]:
     with running_own(f"{function} raised", function):
         # rewards get the row as it is
         made = own_function("--data_format", function)(deepcopy(row))
-    rows = [] if made is None else made if isinstance(made, list) else [made]
+    if made is None:
+        rows = []
+    elif isinstance(made, list):
+        rows = made
+    else:
+        rows = [made]
     if not all(isinstance(one, dict) for one in rows):
         raise UserError(
             f"{function} must return a dict, a list of dicts or None, not {type(made).__name__}"
@@ -356,7 +367,10 @@ def _example(prompt: Prompt, taken: list[Answer], labels: tuple[float, ...] = ()
     """The example of an answer, or of a better and a worse one. `UserError` if one is empty, or
     both are equal."""
     for one in taken:
-        message = {"content": one.value} if isinstance(one.value, str) else one.value
+        if isinstance(one.value, str):
+            message = {"content": one.value}
+        else:
+            message = one.value
         if not message["content"].strip() and "tool_calls" not in message:
             raise UserError(f"{one.name if len(taken) == 2 else 'the answer'} is empty")
     if len(taken) == 2 and taken[0].value == taken[1].value:

@@ -90,10 +90,8 @@ class SetPart:
         if isinstance(rows, Dataset):
             files = [Path(file["filename"]) for file in rows.cache_files]
             # a fingerprint does not hold what the function of a `map` read
-            self.key, self.content = (
-                " ".join([rows._fingerprint, *map(file_key, files)]),
-                content_key(files),
-            )
+            self.key = " ".join([rows._fingerprint, *map(file_key, files)])
+            self.content = content_key(files)
             rows = rows.with_format("arrow").to_iterable_dataset()
         self.rows: IterableDataset = rows.with_format("arrow")
         self.start = self.rows.state_dict()
@@ -164,7 +162,8 @@ class FilePart:
                 else:
                     deque(islice(file, number), maxlen=0)
                 for line in file:
-                    offset, number = offset + len(line), number + 1
+                    offset = offset + len(line)
+                    number = number + 1
                     if not (filled := line.strip()):
                         continue
                     row: Raw
@@ -196,11 +195,9 @@ Part = FilePart | SetPart
 def _opened(path: Path) -> BinaryIO:
     """The bytes of a file, decompressed."""
     codec = COMPRESSED.get(path.suffix.lower())
-    return (
-        io.BufferedReader(pa.input_stream(str(path), compression=codec), 2**20)
-        if codec
-        else path.open("rb")
-    )
+    if codec:
+        return io.BufferedReader(pa.input_stream(str(path), compression=codec), 2**20)
+    return path.open("rb")
 
 
 def _constant(name: str) -> None:
@@ -224,10 +221,8 @@ def _refusal(problem: Exception, text: str = "") -> str:
             f" {around.decode(errors='backslashreplace')!r}"
         )
     # also Infinity, nesting that is too deep, or a number of more than 4,300 digits
-    reason, place = (
-        in_one_line(problem).replace("line 1 column", "column"),
-        getattr(problem, "pos", 0),
-    )
+    reason = in_one_line(problem).replace("line 1 column", "column")
+    place = getattr(problem, "pos", 0)
     return f"is not JSON ({reason}): {text[max(0, place - _AROUND) : place + _AROUND]!r}"
 
 
@@ -310,7 +305,8 @@ def _is_json_lines(path: Path) -> bool:
     array or object."""
     with _opened(path) as file:
         filled = (line.removeprefix(b"\xef\xbb\xbf").strip() for line in file if line.strip())
-        first, second = next(filled, b""), next(filled, b"")
+        first = next(filled, b"")
+        second = next(filled, b"")
     if ".json" not in map(str.lower, path.suffixes):
         return not first.startswith(b"[")
     return first.startswith(b"{") and first.endswith(b"}") and bool(second)
@@ -320,7 +316,8 @@ def _json_rows(path: Path) -> Numbered:
     """The rows of an array or object, all in memory. An object is one row, or columns as pandas
     writes them, such as {"a": {"0": 5, "1": 6}}."""
     with _opened(path) as file:
-        content, text = file.read(), ""
+        content = file.read()
+        text = ""
     try:
         text = content.decode("utf-8-sig")
         del content  # perhaps gigabytes
@@ -332,7 +329,10 @@ def _json_rows(path: Path) -> Numbered:
             f"{wrong}; a .json file is one array, one object, or one object on each line"
         ) from None
     columns = list(value.values()) if isinstance(value, dict) else []
-    numbers = list(columns[0]) if columns and isinstance(columns[0], dict) else []
+    if columns and isinstance(columns[0], dict):
+        numbers = list(columns[0])
+    else:
+        numbers = []
     if all(map(str.isdigit, numbers)) and all(
         isinstance(each, dict) and list(each) == numbers for each in columns
     ):

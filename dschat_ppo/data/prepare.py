@@ -95,28 +95,28 @@ class Part:
     order: np.ndarray
 
 
-def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:  # noqa: PLR0915
+def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:  # noqa: C901, PLR0915
     """Token rows of one step from all its data sets. `UserError` if one cannot be used or has no
     row for this step, or `--bad_rows` refuses its bad rows; `StopRequested` on a stop request."""
-    flags, cache = step.flags, step.flags.data_output_path
+    flags = step.flags
+    cache = step.flags.data_output_path
     sources = parse_sources(flags.data_path, step.whole_flag or "--data_path")
     sources += parse_sources(
         step.whole_paths, "--sft_only_data_path", [source.name for source in sources]
     )
     sources += parse_sources(step.eval_paths, EVAL_FLAG)
-    train, evaluation, streams, forms = (
-        list[Part](),
-        list[Part](),
-        list[StreamSource](),
-        dict[str, Form](),
-    )
+    train = list[Part]()
+    evaluation = list[Part]()
+    streams = list[StreamSource]()
+    forms = dict[str, Form]()
     # None: data for training give no rows for evaluation
     fraction = None if step.eval_paths else step.eval_fraction
     with main_rank_of_node_first(), subprocesses_may_stop(DOING):
         for source in sources:
             # Read: all rows, or the first ones of a stream. The first rows decide the form, so that
             # all steps agree.
-            name, is_eval = source.spec, source.flag in (EVAL_FLAG, step.whole_flag)
+            name = source.spec
+            is_eval = source.flag in (EVAL_FLAG, step.whole_flag)
             is_stream = flags.streaming and not is_eval
             opened = open_set(source, cache, is_stream)
             groups, for_eval = opened.chosen(whole=is_eval)
@@ -125,23 +125,23 @@ def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:  #
                 columns = list(dict.fromkeys(chain.from_iterable(first)))
             else:
                 raw = read_splits(opened, groups, cache)
-                raw = (
-                    raw
-                    if step.most_rows is None
-                    else raw.select(range(min(step.most_rows, len(raw))))
-                )
+                if step.most_rows is not None:
+                    raw = raw.select(range(min(step.most_rows, len(raw))))
                 good = (
                     row for row in map(raw.__getitem__, range(len(raw))) if isinstance(row, dict)
                 )
-                columns, first = list(raw.columns), list(islice(good, FIRST_ROWS))
-            own = (
-                read_splits(opened, [(for_eval, "")], cache)
-                if for_eval and fraction is not None
-                else None
-            )
+                columns = list(raw.columns)
+                first = list(islice(good, FIRST_ROWS))
+            if for_eval and fraction is not None:
+                own = read_splits(opened, [(for_eval, "")], cache)
+            else:
+                own = None
             has_template = tokenizer.chat_template is not None
             # what only training reads is not asked of rows for evaluation
-            own_step = replace(step, teacher_column=None, keeps_answers=False) if is_eval else step
+            if is_eval:
+                own_step = replace(step, teacher_column=None, keeps_answers=False)
+            else:
+                own_step = step
             use: Use = "sft" if own_step.keeps_answers else step.use
             is_only = len(sources) == 1
             form = detect_form(source.location, columns, first, has_template, flags, is_only, use)
@@ -153,10 +153,8 @@ def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:  #
 
             # The rows of the step, and those held out of them for evaluation
             count = SPLIT_ROWS if is_stream else len(raw)
-            share, is_divided = (
-                (0, 0 if is_eval else count),
-                source.flag == "--data_path" and not is_eval,
-            )
+            share = (0, 0 if is_eval else count)
+            is_divided = source.flag == "--data_path" and not is_eval
             if is_divided:
                 share = share_of_step(count, parse_data_split(flags.data_split), PARTS[step.use])
                 if share[0] == share[1]:
@@ -188,7 +186,8 @@ def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:  #
                 if fraction and not for_eval:
                     numbers, held_out = hold_out(numbers, fraction)
                 parts = tokenised(source, raw, settings, numbers, held_out)
-                train, evaluation = train + parts[0], evaluation + parts[1]
+                train = train + parts[0]
+                evaluation = evaluation + parts[1]
 
             # Its own rows for evaluation
             if own is not None:
@@ -197,7 +196,10 @@ def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:  #
                     source, own, own_settings, np.arange(0), np.arange(len(own))
                 )[1]
             elif for_eval:
-                how = "replaced by those of" if step.eval_paths else "not used; name them with"
+                if step.eval_paths:
+                    how = "replaced by those of"
+                else:
+                    how = "not used; name them with"
                 logger().info(f"data: {name}: its rows for evaluation are {how} {EVAL_FLAG}")
 
     # outside of the block: ranks read their first rows of a stream at the same time
@@ -215,7 +217,7 @@ def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:  #
     return TokenRows(rows, eval_rows or None, names, eval_names)
 
 
-def tokenised(
+def tokenised(  # noqa: PLR0915
     source: DataSource,
     raw: Rows,
     settings: TokeniseSettings,
@@ -226,13 +228,13 @@ def tokenised(
     be used and are within the length limit; what is dropped, and why, is logged. They are made in
     parallel or taken from the cache. `UserError` if `--bad_rows` does not accept the bad rows, or
     if training is left no row or no whole answer."""
-    name, step, cache = source.spec, settings.step, settings.step.flags.data_output_path
+    name = source.spec
+    step = settings.step
+    cache = settings.step.flags.data_output_path
     # in the order of the file, because every read in the order of the step would be a random access
     numbers = np.sort(np.concatenate([train, held_out]))
-    taken, workers = (
-        raw.table.select(numbers),
-        worker_count(step.flags.preprocessing_num_workers, len(numbers)),
-    )
+    taken = raw.table.select(numbers)
+    workers = worker_count(step.flags.preprocessing_num_workers, len(numbers))
 
     def made(start: int, stop: int) -> list[dict[str, Any]]:
         batch = taken[start:stop]
@@ -248,7 +250,10 @@ def tokenised(
     )
     if not len(rows):
         is_bad = settings.form.name == "kto" and step.use == "sft"
-        why = "; all answers are labelled bad: --ignore_columns label trains them" if is_bad else ""
+        if is_bad:
+            why = "; all answers are labelled bad: --ignore_columns label trains them"
+        else:
+            why = ""
         what = f"no row of this data set serves this step ({settings.form.description}){why}"
         raise UserError(f"{settings.source}: {what}")
     number, fitted, tokens = (  # without a Python object for each row
@@ -256,7 +261,8 @@ def tokenised(
         for note in ("number", "fitted", "tokens")
     )
 
-    bad, problems = np.flatnonzero(fitted == Fitted.UNUSABLE), rows.data.column("problem")
+    bad = np.flatnonzero(fitted == Fitted.UNUSABLE)
+    problems = rows.data.column("problem")
     first = [str(problems[int(index)]) for index in bad[:_SHOWN]]
     refuse_bad(name, len(bad), len(numbers), step.flags.bad_rows, first)
     for line in (
@@ -290,7 +296,8 @@ def tokenised(
             )
             shown.append("tokens before the cut: median {}, 99% {}, most {}".format(*quantiles))
         logger().info(f"data: {name}{' (eval)' * is_eval}: {', '.join(shown)}")
-        usable, order = order, order[fitted[order] != Fitted.DROPPED]
+        usable = order
+        order = order[fitted[order] != Fitted.DROPPED]
         if not is_eval and len(usable) == 0:
             raise UserError(f"{name}: none of its rows for training serves this step")
         if not is_eval and len(order) == 0:
@@ -359,7 +366,8 @@ def epoch_rows(parts: list[Part]) -> list[int]:
     ]
     weighted = [place for place, part in enumerate(parts) if part.source.weight is not None]
     weights = [float(parts[place].source.weight or 0) for place in weighted]
-    total, before = sum(len(parts[place].order) for place in weighted), 0
+    total = sum(len(parts[place].order) for place in weighted)
+    before = 0
     for number, place in enumerate(weighted, start=1):
         bound = round(total * sum(weights[:number]) / sum(weights))
         used[place], before = bound - before, bound
@@ -378,7 +386,9 @@ def joined(parts: list[Part], counts: list[int]) -> tuple[Dataset, tuple[str, ..
     names = tuple(dict.fromkeys(part.source.name for part in parts))
     if not parts:
         return Dataset.from_dict({}), names
-    tables, orders, before = list[Dataset](), list[np.ndarray](), 0
+    tables = list[Dataset]()
+    orders = list[np.ndarray]()
+    before = 0
     for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
         times, rest = divmod(count, max(1, len(part.order)))
         shuffled = torch.randperm(
@@ -390,7 +400,8 @@ def joined(parts: list[Part], counts: list[int]) -> tuple[Dataset, tuple[str, ..
         source = np.full(len(part.rows), names.index(part.source.name), dtype=np.int32)
         tables.append(part.rows.add_column("source", source, feature=Value("int32")))
         before += len(part.rows)
-    order, rows = np.concatenate(orders), datasets.concatenate_datasets(tables)
+    order = np.concatenate(orders)
+    rows = datasets.concatenate_datasets(tables)
     return (rows if np.array_equal(order, np.arange(len(rows))) else rows.select(order)), names
 
 
@@ -410,11 +421,14 @@ def text_blocks(
     Join the texts of a data set with a column `text` by EOS, and cut them into token rows of
     `length` tokens (a few are shorter): the first token as `prompt_ids`, the others as the only
     answer."""
-    ids, cache = List(Value("int32")), flags.data_output_path
+    ids = List(Value("int32"))
+    cache = flags.data_output_path
     columns = {"prompt_ids": ids, "answers": List(ids), "margin": Value("float32")}
 
     def blocks_of(start: int, stop: int) -> list[dict[str, Any]]:
-        batch, ids, problems = rows.table[start:stop], list[int](), list[str]()
+        batch = rows.table[start:stop]
+        ids = list[int]()
+        problems = list[str]()
         for raw, origin in zip(
             map(json.loads, batch[ROW]), map(shown_path, batch[ORIGIN]), strict=True
         ):

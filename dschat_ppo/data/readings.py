@@ -152,12 +152,17 @@ def _paths(rows: list[Row], column: str) -> list[str]:
     """The column, or the first one of a list of texts in it, as in `answers.text` of SQuAD."""
     values = [json_value(value_at(row, column)) for row in rows if has_value(row, column)]
     if values and all(isinstance(value, dict) and "text" in value for value in values):
-        values, column = [value["text"] for value in values], f"{column}.text"
+        values = [value["text"] for value in values]
+        column = f"{column}.text"
     if values and all(isinstance(value, list) for value in values):
         if all(isinstance(one, str) for value in values for one in value[:1]):
             return [f"{column}.0"]
-        return [column] if all(map(looks_like_messages, values)) else []
-    return [column] if any(isinstance(value, str | int) for value in values) else []
+        if all(map(looks_like_messages, values)):
+            return [column]
+        return []
+    if any(isinstance(value, str | int) for value in values):
+        return [column]
+    return []
 
 
 def _tried(
@@ -170,7 +175,8 @@ def _tried(
     """What is read with further flags, as the columns and as words; None if most rows are not."""
     if any(getattr(flags, name) not in (None, "auto") for name in change):
         return None
-    form, ignored = None, list(flags.ignore_columns)
+    form = None
+    ignored = list(flags.ignore_columns)
     named = {str(path).split(".")[0] for path in change.values()}
     for _ in range(_ROUNDS):
         try:

@@ -168,7 +168,10 @@ def remarks_on(
     said = [str(message.get("content") or "") for message in trained]
     said += [answer for answer in example.answers if isinstance(answer, str)]
     for message, turn in zip(example.answers, turns, strict=True):
-        lost = _lost_thoughts(message, turn) if isinstance(message, dict) else []
+        if isinstance(message, dict):
+            lost = _lost_thoughts(message, turn)
+        else:
+            lost = []
         remarks += [_LOST_THOUGHTS.format(key) for key in lost]
     if all_turns and not isinstance(example.prompt, str):
         earlier = [message for message in example.prompt if message["role"] == "assistant"]
@@ -190,7 +193,9 @@ def remarks_on(
 def _thought(message: Message, key: str) -> str:
     """The thoughts of a message under this key, without white space."""
     thought = message.get(key)
-    return "".join(thought.split()) if isinstance(thought, str) else ""
+    if isinstance(thought, str):
+        return "".join(thought.split())
+    return ""
 
 
 def _lost_thoughts(message: Message, turn: str) -> list[str]:

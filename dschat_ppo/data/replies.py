@@ -59,7 +59,8 @@ def read_reply(text: str, is_opened: bool = False) -> Reply:
     """The thoughts of a message, and what follows them. `is_opened`: whether the prompt ends inside
     a thought (`opens_thought`). A mark that ends a thought which no mark began says so too: all
     before it is the thought."""
-    thoughts, outside = list[str](), list[Span]()
+    thoughts = list[str]()
+    outside = list[Span]()
     start = 0
     end_of_thought = _ANY_END if is_opened else None
     if is_opened and text.lstrip().startswith(tuple(MARKS)):  # a model may open it once more

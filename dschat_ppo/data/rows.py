@@ -38,7 +38,9 @@ class Rows:
 
     def __getitem__(self, index: int) -> Raw:
         value = json.loads(self.table[index][ROW])
-        return value if isinstance(value, str) else dict.fromkeys(self.columns) | value
+        if isinstance(value, str):
+            return value
+        return dict.fromkeys(self.columns) | value
 
     def select(self, numbers: Sequence[int]) -> Rows:
         """The rows with these numbers."""
@@ -48,7 +50,8 @@ class Rows:
 def read_splits(found: OpenSet, groups: Sequence[Group], cache_dir: str | None) -> Rows:
     """The rows of groups of splits, one group after another; those of a group in the order of its
     parts. `cache_dir` is the folder of the cache, None that of `datasets`."""
-    tables, columns = list[Dataset](), dict[str, None]()
+    tables = list[Dataset]()
+    columns = dict[str, None]()
     for names, cut in groups:
         stored = [_stored(part, cache_dir) for part in found.parts(names)]
         columns |= dict.fromkeys(name for rows in stored for name in rows.columns)
@@ -70,7 +73,8 @@ def _stored(part: Part, cache_dir: str | None) -> Rows:
     not there yet."""
 
     def write(folder: Path) -> None:
-        columns, first = dict[str, None](), ""
+        columns = dict[str, None]()
+        first = ""
         path = str(folder / "rows_00000.arrow")
         with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as writer:
             for batch in read_part(part):
@@ -81,7 +85,10 @@ def _stored(part: Part, cache_dir: str | None) -> Rows:
                 writer.write_table(pa.table([texts, batch.origins], schema=_SCHEMA))
                 first = first or f"{batch.origins[0]} {batch.rows[0]}"
         if not columns:
-            problem = f"every row is bad; the first: {first}" if first else "the data set is empty"
+            if first:
+                problem = f"every row is bad; the first: {first}"
+            else:
+                problem = "the data set is empty"
             raise UserError(f"{part.flag} {part.name}: {problem}")
         (folder / _COLUMNS).write_text(json.dumps(list(columns)), encoding="utf-8")
 

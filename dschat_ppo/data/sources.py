@@ -82,12 +82,14 @@ def parse_sources(specs: Sequence[str], flag: str, taken: Collection[str] = ()) 
     """The data sets that `flag` names. Their names differ from those of other flags, `taken`. The
     longest part of each that exists on disk is its location, otherwise what stands before the first
     mark."""
-    sources, names = list[DataSource](), set(taken)
+    sources = list[DataSource]()
+    names = set(taken)
     for spec in specs:
         text = os.path.expanduser(spec)
         ends = [mark.start() for mark in re.finditer(r"[:@\[\]]|$", text)]
         end = max((end for end in ends if os.path.lexists(text[:end])), default=ends[0])
-        location, ending = text[:end], _ENDING.fullmatch(text, end)
+        location = text[:end]
+        ending = _ENDING.fullmatch(text, end)
         if location == "local/jsonfile":
             raise UserError(
                 f"{flag} {spec}: DeepSpeed-Chat reads data/train.json and data/eval.json under this"
@@ -114,7 +116,8 @@ def parse_sources(specs: Sequence[str], flag: str, taken: Collection[str] = ()) 
                 if word not in names
             )
         )
-        share, samples = float(weight) if weight else None, int(rows) if rows else None
+        share = float(weight) if weight else None
+        samples = int(rows) if rows else None
         sources.append(
             DataSource(shown_path(spec), flag, location, config, split, name, share, samples)
         )
@@ -180,7 +183,8 @@ class OpenSet:
         """(the splits for training, those for evaluation). The hub gives at most one for
         evaluation. With `whole`, for evaluation, the split that the source names or else all are
         read as those for training; a hub data set with several must name one."""
-        names, named = list(self.splits), self.source.split
+        names = list(self.splits)
+        named = self.source.split
         for_eval = [name for name in names if is_eval(name)]
         if named is not None:
             cuts = self.cuts(named)
@@ -188,7 +192,10 @@ class OpenSet:
             ending = used[0].removeprefix(TRAIN)  # rows of `test_sft` evaluate `train_sft`
             for_eval = [name for name in for_eval if name not in used and name.endswith(ending)]
         else:
-            found = [TRAIN] if TRAIN in names else [name for name in names if not is_eval(name)]
+            if TRAIN in names:
+                found = [TRAIN]
+            else:
+                found = [name for name in names if not is_eval(name)]
             found = names if whole else found
             if len(found) != 1 and not (whole and not is_hub_name(self.source.location)):
                 config = f":{self.source.config}" if self.source.config else ""
@@ -206,7 +213,8 @@ class OpenSet:
                 )
         if whole:
             return cuts, []
-        for_eval = for_eval[:1] if is_hub_name(self.source.location) else for_eval
+        if is_hub_name(self.source.location):
+            for_eval = for_eval[:1]
         files = {
             part.path
             for name in for_eval
@@ -239,11 +247,9 @@ def is_eval(split: str) -> bool:
 def open_set(source: DataSource, cache_dir: str | None, streaming: bool = False) -> OpenSet:
     """Find the parts of a data set. With `streaming` a hub data set is not downloaded."""
     what = f"{source.flag} {source.location}"
-    path, config, cache_dir = (
-        Path(source.location),
-        source.config,
-        cache_dir and os.path.expanduser(cache_dir),
-    )
+    path = Path(source.location)
+    config = source.config
+    cache_dir = cache_dir and os.path.expanduser(cache_dir)
     # a builder such as `json` would read all such files of the working directory
     if is_hub_name(source.location) and source.location not in _PACKAGED_DATASETS_MODULES:
         return _hub_set(source, cache_dir, streaming)
@@ -288,7 +294,8 @@ def _hub_set(source: DataSource, cache_dir: str | None, streaming: bool) -> Open
     """A data set of the hub, through the cache of `datasets` in a folder (None: its own), or read
     from the hub row by row."""
     name, usual = HUB_NAMES.get(source.location, (source.location, None))
-    config, revision = source.config or usual, ""
+    config = source.config or usual
+    revision = ""
     wrong = (
         f"no such file or folder{nearest_path(name)}, nor a data set of the hub that can be read"
     )
@@ -300,7 +307,8 @@ def _hub_set(source: DataSource, cache_dir: str | None, streaming: bool) -> Open
         try:
             if streaming:
                 builder = datasets.load_dataset_builder(name, config)
-                found, revision = builder.as_streaming_dataset(), str(builder.hash)
+                found = builder.as_streaming_dataset()
+                revision = str(builder.hash)
             else:
                 found = datasets.load_dataset(name, config, cache_dir=cache_dir)
         except DatasetGenerationError as problem:  # its own text names no cause

@@ -29,7 +29,8 @@ def read_stepwise(cells: Cells, use: Use) -> Found:
     prompt = cells.prompt()
     if use == "prompt":
         return prompt, []
-    name, column = cells.called("response"), cells.called("label")
+    name = cells.called("response")
+    column = cells.called("label")
     steps = cells.listed("response", "a list with an entry for each step")
     for number, step in enumerate(steps, start=1):
         checked(step, str, f"step {number} of {name}", "text")
@@ -75,16 +76,22 @@ def read_prm800k(cells: Cells, use: Use) -> Found:
     prompt = cells.prompt()
     if use == "prompt":
         return prompt, []
-    path, labels, others = list[str](), list[float](), list[Answer]()
+    path = list[str]()
+    labels = list[float]()
+    others = list[Answer]()
     for number, step in enumerate(cells.listed("response", "a list of steps"), start=1):
         try:
             options = [
                 (one["text"], _RATINGS[one.get("rating")]) for one in step.get("completions") or []
             ]
-            chosen, human = step.get("chosen_completion"), step.get("human_completion")
-            taken = (
-                options[chosen] if chosen is not None else (human["text"], 1.0) if human else None
-            )
+            chosen = step.get("chosen_completion")
+            human = step.get("human_completion")
+            if chosen is not None:
+                taken = options[chosen]
+            elif human:
+                taken = (human["text"], 1.0)
+            else:
+                taken = None
             if not all(isinstance(text, str) for text, _ in [*options, taken or ("", 1.0)]):
                 raise TypeError("'text' is no text")
         except (AttributeError, IndexError, KeyError, TypeError) as problem:

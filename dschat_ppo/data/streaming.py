@@ -74,7 +74,8 @@ def raw_batches(
     parts: Sequence[Part], share: tuple[int, int], position: Position = START
 ) -> Iterator[Batch]:
     """The raw rows of a step from `position` on; `place` is the position after them."""
-    number, place = position["number"], position["place"]
+    number = position["number"]
+    place = position["place"]
     for index in range(position["part"], len(parts)):
         for batch in read_part(parts[index], place):
             spots = (divmod(number + at, SPLIT_ROWS) for at in range(len(batch.rows)))
@@ -130,11 +131,15 @@ class Reader:
     about the batches since the last chunk."""
 
     def __init__(self, source: StreamSource, place: Position):
-        self.source, self.place, self.counts, self.problem = source, place, Counter[str](), ""
+        self.source = source
+        self.place = place
+        self.counts = Counter[str]()
+        self.problem = ""
 
     def rows(self) -> Iterator[Row | None]:
         """Token rows, and None before those of each batch of raw rows."""
-        before, used = self.place["before"], self.place["used"]
+        before = self.place["before"]
+        used = self.place["used"]
         for batch in raw_batches(self.source.parts, self.source.share, before):
             rows, counts, problem = self.source.tokenise(batch)
             if not used:  # otherwise a chunk before has counted the rows
@@ -144,7 +149,8 @@ class Reader:
             for number in range(used, len(rows)):
                 self.place = {"before": before, "used": number + 1}
                 yield rows[number]
-            before, used = batch.place, max(0, used - len(rows))
+            before = batch.place
+            used = max(0, used - len(rows))
 
 
 def chunks(
@@ -164,10 +170,12 @@ def chunks(
     readers = [
         Reader(source, place) for source, place in zip(sources, position["sources"], strict=True)
     ]
-    found, taken = [reader.rows() for reader in readers], list(position["taken"])
+    found = [reader.rows() for reader in readers]
+    taken = list(position["taken"])
     rows = list[Row]()
     for number in range(first * CHUNK_ROWS, num_rows):
-        which, row = neediest([source.weight for source in sources], taken), None
+        which = neediest([source.weight for source in sources], taken)
+        row = None
         for row in found[which]:
             if row is not None:
                 break
@@ -182,12 +190,13 @@ def chunks(
                 [one.problem],
             )
         if row is None:
-            way = (
-                f"set --streaming_rows {number} or less (a run that has begun resumes from its"
-                " newest checkpoint with"
-            )
-            way += " this value and --resume_force True)"
-            way = way if number else "--data_split leaves it none, or --truncation drops all"
+            if number:
+                way = (
+                    f"set --streaming_rows {number} or less (a run that has begun resumes from its"
+                    " newest checkpoint with this value and --resume_force True)"
+                )
+            else:
+                way = "--data_split leaves it none, or --truncation drops all"
             has = f"{sources[which].name} has only {taken[which]} rows for this step"
             raise UserError(f"--streaming_rows {num_rows}: {has}; {way}")
         rows.append(row | {"source": which})
@@ -195,16 +204,15 @@ def chunks(
         if is_end:
             table = InMemoryTable(pa.Table.from_pylist(rows, features.arrow_schema))
             after = {"sources": [one.place for one in readers], "taken": list(taken)}
-            counts, problems = (
-                sum((one.counts for one in readers), Counter()),
-                [one.problem for one in readers],
-            )
+            counts = sum((one.counts for one in readers), Counter())
+            problems = [one.problem for one in readers]
             yield Chunk(
                 Dataset(table, fingerprint=f"{number}"), after, counts, list(filter(None, problems))
             )
             rows = []
             for one in readers:
-                one.counts, one.problem = Counter(), ""
+                one.counts = Counter()
+                one.problem = ""
 
 
 def neediest(weights: Sequence[float], taken: Sequence[int]) -> int:
@@ -247,7 +255,9 @@ class StreamedRows:
     def __init__(
         self, sources: Sequence[StreamSource], num_rows: int, features: Features, fingerprint: str
     ):
-        self.column_names, self.fingerprint, self._num_rows = list(features), fingerprint, num_rows
+        self.column_names = list(features)
+        self.fingerprint = fingerprint
+        self._num_rows = num_rows
         self.counts = Counter[str]()  # what was done with the raw rows of chunk 0
         self._sources, self._features = sources, features
         self._positions = {0: start_of(sources)}  # before chunks
@@ -309,7 +319,9 @@ class StreamedRows:
     def _receive(self, may_stop: bool) -> Dataset:
         """The rows of the next chunk; what was done is logged. After a failure, another process
         begins."""
-        number, self._next, found = self._next, -1, None
+        number = self._next
+        self._next = -1
+        found = None
         while found is None:  # a batch of raw rows is done
             if may_stop:
                 raise_if_stop_requested(DOING)
@@ -327,7 +339,8 @@ class StreamedRows:
             heartbeat()
         if isinstance(found, UserError):
             raise found
-        first, self._next = number * CHUNK_ROWS, number + 1
+        first = number * CHUNK_ROWS
+        self._next = number + 1
         if len(found.rows) == CHUNK_ROWS:
             self._positions[self._next] = found.after
         self.counts = self.counts if first else found.counts
@@ -345,7 +358,9 @@ class StreamedRows:
 
 def rows_at_hand(rows: Dataset | StreamedRows) -> Dataset:
     """All rows, or of a stream those of its first chunk."""
-    return rows._use(0) if isinstance(rows, StreamedRows) else rows
+    if isinstance(rows, StreamedRows):
+        return rows._use(0)
+    return rows
 
 
 # From the flags to a stream
@@ -360,7 +375,9 @@ def first_rows(found: OpenSet, groups: Sequence[Group]) -> tuple[list[Part], lis
         raise UserError(f"{source.flag} {source.spec}: @ROWS needs all rows, so {way}")
     if cut or others:
         raise UserError(f"{found.what}: --streaming reads whole splits, not '{source.split}'")
-    parts, first, reason = found.parts(names), list[Row](), "the data set is empty"
+    parts = found.parts(names)
+    first = list[Row]()
+    reason = "the data set is empty"
     for batch in raw_batches(parts, ALL):
         first += [row for row in batch.rows if isinstance(row, dict)]
         if len(first) >= FIRST_ROWS:
@@ -391,10 +408,8 @@ def start(sources: list[StreamSource], step: StepData) -> StreamedRows:
 
 def tokens_of(batch: Batch, settings: TokeniseSettings) -> Tokens:
     """See `StreamSource.tokenise`."""
-    found, names = (
-        tokenise_batch(batch.rows, batch.origins, settings),
-        list(features_of(settings.step)),
-    )
+    found = tokenise_batch(batch.rows, batch.origins, settings)
+    names = list(features_of(settings.step))
     problems = [row["problem"] for row in found if row["fitted"] == Fitted.UNUSABLE]
     made = [row for row in found if row["fitted"] != Fitted.UNUSABLE]
     counts = Counter(Fitted(row["fitted"]).words for row in made)

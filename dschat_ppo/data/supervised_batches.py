@@ -54,13 +54,16 @@ def pack(tokens: np.ndarray, capacity: int, order: Sequence[int]) -> list[list[i
     by_length = shuffled[np.argsort(-tokens[shuffled], kind="stable")]
     packed: list[list[int]] = []
     # of the packed rows with room: its tokens, rising, and their numbers
-    rooms, rows = list[int](), list[int]()
+    rooms = list[int]()
+    rows = list[int]()
     for sample, size in zip(by_length.tolist(), tokens[by_length].tolist(), strict=True):
         place = bisect_left(rooms, size)
         if place < len(rooms):
-            room, row = rooms.pop(place), rows.pop(place)
+            room = rooms.pop(place)
+            row = rows.pop(place)
         else:
-            room, row = capacity, len(packed)
+            room = capacity
+            row = len(packed)
             packed.append([])
         packed[row].append(sample)
         if room > size:
@@ -152,10 +155,8 @@ def collate_pairs(rows: Dataset, indices: Sequence[int], pad_id: int) -> PairBat
     records, real = rows_at(rows, indices)
     answers = [r["answers"][side] for side in (0, 1) for r in records]
     ids, lengths, mask = answered(records * 2, answers, real.repeat(2), pad_id)
-    margin, reference = (
-        torch.tensor([r["margin"] for r in records]),
-        column(records, REF_LOGPROBS, torch.float64),
-    )
+    margin = torch.tensor([r["margin"] for r in records])
+    reference = column(records, REF_LOGPROBS, torch.float64)
     flat = None if reference is None else reference.T.flatten()
     return PairBatch(ids, lengths, mask, real, margin, column(records, "source"), flat)
 
@@ -173,10 +174,8 @@ def collate_labelled(
         rows[r[OTHER_ROW]]["answers"][0][:room] for r, room in zip(records, rooms, strict=True)
     ]
     other_ids, _, other_mask = answered(records, borrowed, real, pad_id)
-    desirable, sources = (
-        torch.tensor([r["label"] > 0.5 for r in records]),
-        column(records, "source"),
-    )
+    desirable = torch.tensor([r["label"] > 0.5 for r in records])
+    sources = column(records, "source")
     reference = column(records, REF_LOGPROBS, torch.float64)
     return LabelledBatch(
         ids, mask, desirable, real, other_ids, other_mask, lengths, sources, reference
@@ -188,7 +187,8 @@ def collate_steps(rows: Dataset, indices: Sequence[int], pad_id: int) -> StepBat
     answer."""
     records, real = rows_at(rows, indices)
     ids, lengths, _ = answered(records, [r["answers"][0] for r in records], real, pad_id)
-    mask, labels = torch.zeros(ids.shape, dtype=torch.bool), torch.zeros(ids.shape)
+    mask = torch.zeros(ids.shape, dtype=torch.bool)
+    labels = torch.zeros(ids.shape)
     for row, (record, is_real) in enumerate(zip(records, real, strict=True)):
         columns = [len(record["prompt_ids"]) + end for end in record["step_ends"]]
         mask[row, columns] = is_real

@@ -71,7 +71,8 @@ def with_template_flags(
     elif flags.chat_template is not None:
         tokenizer.chat_template = template_of_file(flags.chat_template)
         logger().info(f"chat template: {flags.chat_template}")
-    variables, found = flags.template_variables, tokenizer.chat_template
+    variables = flags.template_variables
+    found = tokenizer.chat_template
     if variables:
         if not isinstance(found, str):  # some have several, such as "default" and "tool_use"
             number = "several chat templates" if found else "no chat template"
@@ -141,7 +142,10 @@ def with_variables(template: str, variables: dict[str, Any]) -> str:
     readable = variables_read(template)
     for name in variables:
         if name not in readable:
-            known = f"it reads {', '.join(sorted(readable))}" if readable else "it reads none"
+            if readable:
+                known = f"it reads {', '.join(sorted(readable))}"
+            else:
+                known = "it reads none"
             raise UserError(
                 f"{VARIABLES_FLAG}: the chat template reads no variable '{name}' of yours; {known}"
             )
@@ -199,7 +203,10 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int) ->
     kept += token
     if not (kept and between.startswith(kept)):
         earlier = first_token(tokenizer, between)
-    lead = before[len(opening) :] if before.startswith(opening) else ""
+    if before.startswith(opening):
+        lead = before[len(opening) :]
+    else:
+        lead = ""
     called = "" if kept else _end_of_call(tokenizer, ask)
     return TurnEnd(kept, dropped, number, earlier, lead, called)
 
@@ -210,7 +217,9 @@ def first_token(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     bare = text.lstrip()
     names = [name for name, _, _ in _added_tokens(tokenizer) if bare.startswith(name)]
     token = max(names, key=len, default="")
-    return text[: len(text) - len(bare) + len(token)] if token else ""
+    if token:
+        return text[: len(text) - len(bare) + len(token)]
+    return ""
 
 
 def _end_of_call(tokenizer: PreTrainedTokenizerBase, ask: Message) -> str:
@@ -274,7 +283,8 @@ def without_final(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[str, i
     ends = _answer_ends(tokenizer, str(tokenizer.chat_template), int(tokenizer.eos_token_id))
     first = None
     while (token := next(filter(text.rstrip().endswith, ends), None)) is not None:
-        text, first = text.rstrip().removesuffix(token), ends[token]
+        text = text.rstrip().removesuffix(token)
+        first = ends[token]
     return text, first
 
 
@@ -305,7 +315,10 @@ def render_answer(
     `prompt`; id of the token that ends the answer). The text ends with that token, unless the
     template writes none."""
     end = turn_end(tokenizer)
-    message = answer if isinstance(answer, dict) else {"role": "assistant", "content": answer}
+    if isinstance(answer, dict):
+        message = answer
+    else:
+        message = {"role": "assistant", "content": answer}
     content, _ = without_final(tokenizer, message.get("content") or "")
     message = {**message, "content": content}
     whole = render(tokenizer, [*prompt, message], False, tools, variables)

@@ -122,14 +122,19 @@ class TokeniseSettings:
         ]
         how += [step.step_separator] if step.use == "steps" else []
         how += [step.teacher_column, step.keeps_answers] if step.use == "prompt" else []
-        return [*how, list(step.tools)] if step.tools else how
+        if step.tools:
+            return [*how, list(step.tools)]
+        return how
 
 
 def refuse_bad(name: str, bad: int, rows: int, policy: str, first: Sequence[str]) -> None:
     """`UserError` if `--bad_rows` does not accept so many bad rows of a data set; if all are bad,
     no value does."""
     if bad > MOST_BAD[policy] * rows or 0 < rows == bad:
-        way = "" if policy == "skip" or bad == rows else "; --bad_rows skip leaves such rows out"
+        if policy == "skip" or bad == rows:
+            way = ""
+        else:
+            way = "; --bad_rows skip leaves such rows out"
         raise UserError(
             f"{name}: {bad} of {rows} rows cannot be used{way}. The first: {' | '.join(first)}"
         )
@@ -144,10 +149,13 @@ def tokenise_batch(
     which is UNUSABLE: its `problem` names the row and quotes it. Rows that the limit drops are
     included as DROPPED."""
     made: list[dict[str, Any]] = []
-    step, no_values = settings.step, dict.fromkeys(settings.columns)
+    step = settings.step
+    no_values = dict.fromkeys(settings.columns)
     for number, (raw, origin) in enumerate(zip(raw_rows, origins, strict=True)):
         raise_if_stop_requested(DOING)  # tokenising a data set may take hours
-        found, suffix, problem = list[dict[str, Any]](), "", ""
+        found = list[dict[str, Any]]()
+        suffix = ""
+        problem = ""
         if isinstance(raw, str):
             problem = f"{origin} {raw}"
         else:
@@ -175,7 +183,9 @@ def tokenise_batch(
 def _shown(row: dict[str, Any]) -> str:
     """The first characters of a row in a message."""
     text = json.dumps(row, default=str, ensure_ascii=False)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    if len(text) <= _SHOWN:
+        return text
+    return f"{text[:_SHOWN]}..."
 
 
 def _token_rows(
@@ -183,7 +193,8 @@ def _token_rows(
 ) -> list[dict[str, Any]]:
     """The token rows of one example of the raw row `row`: one, or the blocks of a long plain text.
     `UserError` for an empty prompt or answer, and for steps that cannot be found."""
-    step, use = settings.step, settings.step.use
+    step = settings.step
+    use = settings.step.use
     if use == "steps":
         example = joined_steps(example, step.step_separator)
     if step.tools:
@@ -199,7 +210,8 @@ def _token_rows(
         raise UserError("the answer is empty: it has only the final token")
     if not ids.prompt and example.prompt != "":
         raise UserError("the prompt is empty")
-    rows, own = [], list[list[int]]()
+    rows = []
+    own = list[list[int]]()
     if use == "prompt":  # its answers are not part of the prompt that the limit is for
         ids, own = replace(ids, answers=[]), ids.answers
     for fitted, outcome in fit(ids, example, settings.tokenizer, step.limit, step.flags.truncation):
@@ -246,12 +258,17 @@ def _token_rows(
 def teacher_prompt(row: dict[str, Any], example: Example, settings: TokeniseSettings) -> list[int]:
     """The ids of what a teacher reads: the prompt with `--teacher_prompt_column` in place of its
     text, or of that of its last message. `UserError` if that is longer than a prompt may be."""
-    step, column, prompt = settings.step, settings.step.teacher_column, example.prompt
+    step = settings.step
+    column = settings.step.teacher_column
+    prompt = example.prompt
     assert column is not None
     if not has_value(row, column):
         raise UserError(f"has no value at '{column}' (--teacher_prompt_column)")
     text = text_at(row, column)
-    seen = text if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": text}]
+    if isinstance(prompt, str):
+        seen = text
+    else:
+        seen = [*prompt[:-1], {**prompt[-1], "content": text}]
     ids = encode_example(settings.tokenizer, replace(example, prompt=seen, answers=[])).prompt
     if len(ids) > step.limit:
         raise UserError(
@@ -307,10 +324,8 @@ def fit(
         for start, end in ids.prompt_spans
         if end <= head or start >= tail
     ]
-    prompt, answers = (
-        ids.prompt[:head] + ids.prompt[tail:],
-        [answer[:room] for answer in ids.answers],
-    )
+    prompt = ids.prompt[:head] + ids.prompt[tail:]
+    answers = [answer[:room] for answer in ids.answers]
     return [
         (
             EncodedExample(prompt, answers, spans),
@@ -328,7 +343,8 @@ def fixed_ends(
     start = int(bool(prompt) and prompt[0] == tokenizer.bos_token_id)
     if not is_chat:
         return start, 0
-    end, special = len(prompt), added_tokens(tokenizer, len(tokenizer))
+    end = len(prompt)
+    special = added_tokens(tokenizer, len(tokenizer))
     for place in (place for place in reversed(range(len(prompt))) if prompt[place] in special):
         if place < end - 3 and end < len(prompt):
             break

@@ -40,7 +40,10 @@ def turn_spans(
     end = turn_end(tokenizer)
     for find in (_marked, _probed):
         with suppress(UserError):
-            found = find(tokenizer, prompt, turns, opening, tools, variables) if turns else []
+            if turns:
+                found = find(tokenizer, prompt, turns, opening, tools, variables)
+            else:
+                found = []
             spans = [
                 (start, _to_end(tokenizer, opening, start, stop, end)) for start, stop in found
             ]
@@ -102,10 +105,14 @@ def _probed(
     rest[:-1] = [after.removesuffix(lead) for after in rest[:-1]]
     if len(rest) != len(turns) or not opening.startswith(before):
         return []
-    spans, begin = list[Span](), len(before)
+    spans = list[Span]()
+    begin = len(before)
     for turn, after in zip(turns, rest, strict=True):
         content = prompt[turn].get("content") or ""
-        stop = opening.find(after, begin) if turn < turns[-1] else len(opening) - len(after)
+        if turn < turns[-1]:
+            stop = opening.find(after, begin)
+        else:
+            stop = len(opening) - len(after)
         for text in (content, lead + content):  # `after` may be in the content too
             if opening.startswith(text + after, begin):
                 stop = begin + len(text)

@@ -93,7 +93,9 @@ def number_in(value: Any) -> float | None:
 def _numbers_at_ends(answers: Answers) -> list[float]:
     """The numbers at which the names of both answers end, or none."""
     ends = ends_of(answers)
-    return [float(end) for end in ends] if ends and all(map(str.isdecimal, ends)) else []
+    if ends and all(map(str.isdecimal, ends)):
+        return [float(end) for end in ends]
+    return []
 
 
 def scale_of(values: Sequence[Any], column: str, answers: Answers, is_named: bool) -> Scale:
@@ -148,7 +150,10 @@ def lead_of_first(value: Any, column: str, scale: Scale, answers: Answers, row: 
         places = known.get(scale) or _numbers_at_ends(answers)
         lead = dict(zip(places, (1, -1), strict=False)).get(number)
     if lead is None:
-        given = "null" if value is None else repr(str(value).strip().lower())
+        if value is None:
+            given = "null"
+        else:
+            given = repr(str(value).strip().lower())
         numbers = "1 or 2" if scale == "place from 1" else "0 or 1"
         raise UserError(
             f"'{column}' is {given}; expected {numbers} (the place), '{answers[0]}' or"
