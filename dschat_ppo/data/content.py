@@ -106,12 +106,10 @@ def lines_of(value: Any) -> list[str]:
     if isinstance(value, str):
         return [line.strip() for line in value.splitlines() if line.strip()]
     if isinstance(value, dict):
-        inner = value.values()
-    elif isinstance(value, list):
-        inner = value
-    else:
-        inner = ()
-    return [line for part in inner for line in lines_of(part)]
+        value = list(value.values())
+    if not isinstance(value, list):
+        return []
+    return [line for inner in value for line in lines_of(inner)]
 
 
 def all_in(lines: list[str], others: list[str]) -> bool:

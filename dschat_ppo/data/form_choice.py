@@ -191,11 +191,9 @@ def _completed(sample: Sample, chosen: Candidate) -> Form:
         warning = f"most of the first rows do not fit the form {kind.name}; {way}"
         if kind.name == "ranked" and advice.pairs:  # answers without scores
             row_way = advice.pairs
-    if flags.system_column is not None or kind.is_known_set:
-        by_name = ()
-    else:
-        by_name = SYSTEM_COLUMNS
-    system = next((column for column in by_name if column in columns), None)
+    system = sample.by_flag.get("system")
+    if flags.system_column is None and not kind.is_known_set:
+        system = next((column for column in SYSTEM_COLUMNS if column in columns), None)
     truth, pattern = _truth(sample, chosen.form)
     by_role = chosen.form.columns
     if truth is None and kind.name == "problem_solution":
@@ -206,7 +204,7 @@ def _completed(sample: Sample, chosen: Candidate) -> Form:
         columns=by_role,
         rendering=rendering,
         input_template=None if kind.inside or chosen.is_chat else flags.input_template,
-        system=sample.by_flag.get("system") or system,
+        system=system,
         tools="tools" if "tools" in columns and not kind.is_known_set else None,
         variables=VARIABLES_COLUMN if has_variables else None,
         truth=truth,

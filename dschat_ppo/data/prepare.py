@@ -5,9 +5,9 @@ A token row holds `prompt_ids` (list of int), `answers` (list of lists of int, e
 final token unless truncated), `margin` (float), `source` (int, the number of its data set in
 `TokenRows.sources`) and `digest` (a hash of its content); in step 1 `prompt_spans` (half-open
 ranges of `prompt_ids` that are earlier answers of the assistant); for KTO `label` (float); for
-process reward models `step_ends` (places in the answer) and `step_labels` (floats); in step 3 `row`
-(JSON of all columns of the data row and of `data_source`, `answer` and `ground_truth`, for reward
-functions).
+process reward models `step_ends` (offsets in the answer) and `step_labels` (floats); in step 3
+`row` (JSON of all columns of the data row and of `data_source`, `answer` and `ground_truth`, for
+reward functions).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
@@ -41,15 +41,17 @@ from dschat_ppo.data.encode import encode_example
 from dschat_ppo.data.examples import PARTS, SPLIT_SEED, Example
 from dschat_ppo.data.form_choice import FIRST_ROWS, detect_form
 from dschat_ppo.data.forms import Form, check_flags_used
+from dschat_ppo.data.parts import Raw
 from dschat_ppo.data.rows import ORIGIN, ROW, Rows, read_splits
-from dschat_ppo.data.sources import DataSource, is_hub_name, open_set, parse_sources
+from dschat_ppo.data.sources import DataSource, OpenSet, is_hub_name, open_set, parse_sources
 from dschat_ppo.data.streaming import (
+    ALL,
     SPLIT_ROWS,
     StreamedRows,
     StreamSource,
     first_rows,
     rows_at_hand,
-    start,
+    start_stream,
     tokens_of,
 )
 from dschat_ppo.data.tokenise import (
@@ -86,7 +88,7 @@ class TokenRows:
 
 
 @dataclass(frozen=True)
-class Part:
+class TokenPart:
     """Token rows of one data set that a step uses: `order` are indices of `rows`, which are in the
     order of the file."""
 
@@ -95,243 +97,363 @@ class Part:
     order: np.ndarray
 
 
-def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:  # noqa: C901, PLR0915
-    """Token rows of one step from all its data sets. `UserError` if one cannot be used or has no
-    row for this step, or `--bad_rows` refuses its bad rows; `StopRequested` on a stop request."""
+@dataclass(frozen=True)
+class PreparedSource:
+    """What one data set gives a step: token rows for training, or a stream of them, and token rows
+    for evaluation."""
+
+    form: Form
+    train: Sequence[TokenPart] = ()
+    evaluation: Sequence[TokenPart] = ()
+    stream: StreamSource | None = None
+
+
+def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
+    """Token rows of one step from all its data sets.
+
+    Raises:
+        UserError: A data set cannot be used or has no row for this step, or `--bad_rows` refuses
+            its bad rows.
+        StopRequested: On a stop request.
+    """
     flags = step.flags
-    cache = step.flags.data_output_path
     sources = parse_sources(flags.data_path, step.whole_flag or "--data_path")
-    sources += parse_sources(
-        step.whole_paths, "--sft_only_data_path", [source.name for source in sources]
-    )
+    names = [source.name for source in sources]
+    sources += parse_sources(step.whole_paths, "--sft_only_data_path", names)
     sources += parse_sources(step.eval_paths, EVAL_FLAG)
-    train = list[Part]()
-    evaluation = list[Part]()
-    streams = list[StreamSource]()
-    forms = dict[str, Form]()
-    # None: data for training give no rows for evaluation
-    fraction = None if step.eval_paths else step.eval_fraction
+    is_only = len(sources) == 1
+    prepared = list[PreparedSource]()
     with main_rank_of_node_first(), subprocesses_may_stop(DOING):
         for source in sources:
-            # Read: all rows, or the first ones of a stream. The first rows decide the form, so that
-            # all steps agree.
-            name = source.spec
-            is_eval = source.flag in (EVAL_FLAG, step.whole_flag)
-            is_stream = flags.streaming and not is_eval
-            opened = open_set(source, cache, is_stream)
-            groups, for_eval = opened.chosen(whole=is_eval)
-            if is_stream:
-                files, first = first_rows(opened, groups)
-                columns = list(dict.fromkeys(chain.from_iterable(first)))
+            if flags.streaming and not _only_evaluates(source, step):
+                prepared.append(_prepare_stream(source, step, tokenizer, is_only))
             else:
-                raw = read_splits(opened, groups, cache)
-                if step.most_rows is not None:
-                    raw = raw.select(range(min(step.most_rows, len(raw))))
-                good = (
-                    row for row in map(raw.__getitem__, range(len(raw))) if isinstance(row, dict)
-                )
-                columns = list(raw.columns)
-                first = list(islice(good, FIRST_ROWS))
-            if for_eval and fraction is not None:
-                own = read_splits(opened, [(for_eval, "")], cache)
-            else:
-                own = None
-            has_template = tokenizer.chat_template is not None
-            # what only training reads is not asked of rows for evaluation
-            if is_eval:
-                own_step = replace(step, teacher_column=None, keeps_answers=False)
-            else:
-                own_step = step
-            use: Use = "sft" if own_step.keeps_answers else step.use
-            is_only = len(sources) == 1
-            form = detect_form(source.location, columns, first, has_template, flags, is_only, use)
-            logger().info(f"data: {name}: {form.description}")
-            if form.warning:
-                logger().warning(f"data: {name}: {form.warning}")
-            forms[name] = form
-            settings = TokeniseSettings(form, source.name, columns, tokenizer, own_step)
-
-            # The rows of the step, and those held out of them for evaluation
-            count = SPLIT_ROWS if is_stream else len(raw)
-            share = (0, 0 if is_eval else count)
-            is_divided = source.flag == "--data_path" and not is_eval
-            if is_divided:
-                share = share_of_step(count, parse_data_split(flags.data_split), PARTS[step.use])
-                if share[0] == share[1]:
-                    raise UserError(
-                        f"{name}: --data_split {flags.data_split} leaves no row for this step"
-                    )
-                if not is_stream and share != (0, count):
-                    used = (
-                        f"{share[1] - share[0]} of {count} rows (--data_split {flags.data_split})"
-                    )
-                    logger().info(f"data: {name}: this step uses {used}")
-            if is_stream:
-                made = partial(tokens_of, settings=settings)
-                streams.append(
-                    StreamSource(
-                        source.name, source.weight or 1.0, files, share, made, flags.bad_rows
-                    )
-                )
-                if fraction and not for_eval:
-                    note = (
-                        f"--eval_fraction holds no rows out of a stream; {EVAL_FLAG} FILE names"
-                        " rows for evaluation"
-                    )
-                    logger().info(f"data: {name}: {note}")
-            else:
-                order = torch.randperm(count, generator=shared_generator(SPLIT_SEED)).numpy()
-                numbers = (order if is_divided else np.arange(count))[slice(*share)]
-                held_out = np.arange(count if is_eval else 0)
-                if fraction and not for_eval:
-                    numbers, held_out = hold_out(numbers, fraction)
-                parts = tokenised(source, raw, settings, numbers, held_out)
-                train = train + parts[0]
-                evaluation = evaluation + parts[1]
-
-            # Its own rows for evaluation
-            if own is not None:
-                own_settings = replace(settings, columns=own.columns)
-                evaluation += tokenised(
-                    source, own, own_settings, np.arange(0), np.arange(len(own))
-                )[1]
-            elif for_eval:
-                if step.eval_paths:
-                    how = "replaced by those of"
-                else:
-                    how = "not used; name them with"
-                logger().info(f"data: {name}: its rows for evaluation are {how} {EVAL_FLAG}")
+                prepared.append(_prepare_table(source, step, tokenizer, is_only))
 
     # outside of the block: ranks read their first rows of a stream at the same time
-    check_flags_used(list(forms.values()), flags)
-    # `@ROWS` of a data set that trains is about training, not about the rows held out of it
-    eval_counts = [len(part.order) for part in evaluation]
-    for position, part in enumerate(evaluation):
-        if part.source.flag in (EVAL_FLAG, step.whole_flag) and part.source.samples is not None:
-            eval_counts[position] = min(eval_counts[position], part.source.samples)
-    eval_rows, eval_names = joined(evaluation, eval_counts)
+    check_flags_used([each.form for each in prepared], flags)
+    evaluation = [part for each in prepared for part in each.evaluation]
+    eval_rows, eval_names = joined(evaluation, [_eval_count(part, step) for part in evaluation])
+    streams = [each.stream for each in prepared if each.stream is not None]
     if streams:
-        names = tuple(dict.fromkeys(source.name for source in streams))
-        return TokenRows(start(streams, step), eval_rows or None, names, eval_names)
-    rows, names = joined(train, epoch_rows(train))
-    return TokenRows(rows, eval_rows or None, names, eval_names)
+        names = [source.name for source in streams]
+        stream_names = tuple(dict.fromkeys(names))
+        return TokenRows(start_stream(streams, step), eval_rows or None, stream_names, eval_names)
+    train = [part for each in prepared for part in each.train]
+    rows, train_names = joined(train, epoch_rows(train))
+    return TokenRows(rows, eval_rows or None, train_names, eval_names)
 
 
-def tokenised(  # noqa: PLR0915
+def _only_evaluates(source: DataSource, step: StepData) -> bool:
+    """Whether all rows of a data set are for evaluation."""
+    return source.flag in (EVAL_FLAG, step.whole_flag)
+
+
+def _prepare_table(
+    source: DataSource, step: StepData, tokenizer: PreTrainedTokenizerBase, is_only: bool
+) -> PreparedSource:
+    """A data set whose rows are all read and tokenised before the run begins. `is_only`: the step
+    has no other one."""
+    only_evaluates = _only_evaluates(source, step)
+    cache = step.flags.data_output_path
+    opened = open_set(source, cache)
+    groups, eval_splits = opened.chosen(whole=only_evaluates)
+    raw_rows = read_splits(opened, groups, cache)
+    if step.most_rows is not None:
+        raw_rows = raw_rows.select(range(min(step.most_rows, len(raw_rows))))
+    raw_eval_rows = _rows_of_eval_splits(opened, eval_splits, step)
+    columns = list(raw_rows.columns)
+    readable = (
+        row for row in map(raw_rows.__getitem__, range(len(raw_rows))) if isinstance(row, dict)
+    )
+    first = list(islice(readable, FIRST_ROWS))
+    settings = _settings_by_first_rows(source, columns, first, step, tokenizer, is_only)
+
+    count = len(raw_rows)
+    train_rows = np.arange(count)
+    held_out = np.arange(0)
+    if only_evaluates:
+        train_rows = np.arange(0)
+        held_out = np.arange(count)
+    elif source.flag == "--data_path":
+        begin, end = _share_of_data_split(source, count, step)
+        if (begin, end) != (0, count):
+            used = f"{end - begin} of {count} rows (--data_split {step.flags.data_split})"
+            logger().info(f"data: {source.spec}: this step uses {used}")
+        order = torch.randperm(count, generator=shared_generator(SPLIT_SEED)).numpy()
+        train_rows = order[begin:end]
+    # rows of `--eval_data_path` and those that the data set has for evaluation take their place
+    if step.eval_fraction and not (only_evaluates or step.eval_paths or eval_splits):
+        train_rows, held_out = hold_out(train_rows, step.eval_fraction)
+    train, evaluation = tokenised(source, raw_rows, settings, train_rows, held_out)
+    evaluation += _eval_split_parts(source, eval_splits, raw_eval_rows, settings, step)
+    return PreparedSource(settings.form, train, evaluation)
+
+
+def _prepare_stream(
+    source: DataSource, step: StepData, tokenizer: PreTrainedTokenizerBase, is_only: bool
+) -> PreparedSource:
+    """A data set whose rows for training are read and tokenised while the run trains."""
+    flags = step.flags
+    opened = open_set(source, flags.data_output_path, streaming=True)
+    groups, eval_splits = opened.chosen()
+    files, first = first_rows(opened, groups)
+    raw_eval_rows = _rows_of_eval_splits(opened, eval_splits, step)
+    columns = list(dict.fromkeys(chain.from_iterable(first)))
+    settings = _settings_by_first_rows(source, columns, first, step, tokenizer, is_only)
+
+    share = ALL
+    if source.flag == "--data_path":
+        share = _share_of_data_split(source, SPLIT_ROWS, step)
+    weight = source.weight or 1.0
+    tokenise = partial(tokens_of, settings=settings)
+    stream = StreamSource(source.name, weight, files, share, tokenise, flags.bad_rows)
+    if step.eval_fraction and not (step.eval_paths or eval_splits):
+        logger().info(
+            f"data: {source.spec}: --eval_fraction holds no rows out of a stream; {EVAL_FLAG} FILE"
+            " names rows for evaluation"
+        )
+    evaluation = _eval_split_parts(source, eval_splits, raw_eval_rows, settings, step)
+    return PreparedSource(settings.form, evaluation=evaluation, stream=stream)
+
+
+def _rows_of_eval_splits(opened: OpenSet, eval_splits: list[str], step: StepData) -> Rows | None:
+    """The raw rows of those splits of a training data set that evaluate it, if the step wants
+    them."""
+    if not eval_splits or step.eval_paths or step.eval_fraction is None:
+        return None
+    return read_splits(opened, [(eval_splits, "")], step.flags.data_output_path)
+
+
+def _settings_by_first_rows(
+    source: DataSource,
+    columns: list[str],
+    first: list[dict[str, Any]],
+    step: StepData,
+    tokenizer: PreTrainedTokenizerBase,
+    is_only: bool,
+) -> TokeniseSettings:
+    """How rows of a data set are tokenised. Its columns and first rows decide the form, so that all
+    steps agree; the form is logged."""
+    if _only_evaluates(source, step):  # what only training reads is not asked of its rows
+        step = replace(step, teacher_column=None, keeps_answers=False)
+    use: Use = "sft" if step.keeps_answers else step.use
+    has_template = tokenizer.chat_template is not None
+    form = detect_form(source.location, columns, first, has_template, step.flags, is_only, use)
+    logger().info(f"data: {source.spec}: {form.description}")
+    if form.warning:
+        logger().warning(f"data: {source.spec}: {form.warning}")
+    return TokeniseSettings(form, source.name, columns, tokenizer, step)
+
+
+def _share_of_data_split(source: DataSource, count: int, step: StepData) -> tuple[int, int]:
+    """`share_of_step` by `--data_split`. `UserError` if the step gets no row."""
+    data_split = step.flags.data_split
+    begin, end = share_of_step(count, parse_data_split(data_split), PARTS[step.use])
+    if begin == end:
+        raise UserError(f"{source.spec}: --data_split {data_split} leaves no row for this step")
+    return begin, end
+
+
+def _eval_split_parts(
+    source: DataSource,
+    eval_splits: list[str],
+    raw_eval_rows: Rows | None,
+    settings: TokeniseSettings,
+    step: StepData,
+) -> list[TokenPart]:
+    """The token rows of `_rows_of_eval_splits`. Splits that are not read are named in the log."""
+    if raw_eval_rows is not None:
+        settings = replace(settings, columns=raw_eval_rows.columns)
+        every_row = np.arange(len(raw_eval_rows))
+        _, evaluation = tokenised(source, raw_eval_rows, settings, np.arange(0), every_row)
+        return evaluation
+    if eval_splits:
+        how = "not used; name them with"
+        if step.eval_paths:
+            how = "replaced by those of"
+        logger().info(f"data: {source.spec}: its rows for evaluation are {how} {EVAL_FLAG}")
+    return []
+
+
+def _eval_count(part: TokenPart, step: StepData) -> int:
+    """How many rows of a part evaluate the model. `@ROWS` of a data set that trains is about
+    training, not about the rows held out of it."""
+    if _only_evaluates(part.source, step) and part.source.samples is not None:
+        return min(len(part.order), part.source.samples)
+    return len(part.order)
+
+
+def tokenised(
     source: DataSource,
     raw: Rows,
     settings: TokeniseSettings,
     train: np.ndarray,
     held_out: np.ndarray,
-) -> tuple[list[Part], list[Part]]:
-    """For training and for evaluation, the token rows of the raw rows with these numbers that can
-    be used and are within the length limit; what is dropped, and why, is logged. They are made in
-    parallel or taken from the cache. `UserError` if `--bad_rows` does not accept the bad rows, or
-    if training is left no row or no whole answer."""
-    name = source.spec
+) -> tuple[list[TokenPart], list[TokenPart]]:
+    """Token rows of raw rows that can be used and are within the length limit; what is dropped, and
+    why, is logged. They are made in parallel or taken from the cache.
+
+    Args:
+        source: The data set.
+        raw: Its raw rows.
+        settings: How they are tokenised.
+        train: Indices of those raw rows that are for training, in their order.
+        held_out: Indices of those that are for evaluation.
+
+    Returns:
+        The parts for training and for evaluation; each has one, or none if no row is asked for.
+
+    Raises:
+        UserError: `--bad_rows` does not accept the bad rows, or training is left no row or no
+            whole answer.
+    """
     step = settings.step
-    cache = settings.step.flags.data_output_path
     # in the order of the file, because every read in the order of the step would be a random access
-    numbers = np.sort(np.concatenate([train, held_out]))
-    taken = raw.table.select(numbers)
-    workers = worker_count(step.flags.preprocessing_num_workers, len(numbers))
+    file_order = np.sort(np.concatenate([train, held_out]))
+    raw_table = raw.table.select(file_order)
 
-    def made(start: int, stop: int) -> list[dict[str, Any]]:
-        batch = taken[start:stop]
-        rows = tokenise_batch(
-            list(map(json.loads, batch[ROW])), list(map(shown_path, batch[ORIGIN])), settings
-        )
-        return [row | {"number": int(numbers[start + row["number"]])} for row in rows]
+    def token_rows(start: int, stop: int) -> list[dict[str, Any]]:
+        batch = raw_table[start:stop]
+        raw_rows = [json.loads(text) for text in batch[ROW]]
+        origins = [shown_path(origin) for origin in batch[ORIGIN]]
+        rows = tokenise_batch(raw_rows, origins, settings)
+        return [row | {"row_index": int(file_order[start + row["row_index"]])} for row in rows]
 
-    used = hashlib.sha256(numbers.tobytes()).hexdigest()
+    used = hashlib.sha256(file_order.tobytes()).hexdigest()
     key = token_key(raw.table._fingerprint, settings.tokenizer, used, *settings.identity())
+    workers = worker_count(step.flags.preprocessing_num_workers, len(file_order))
+    features = Features({**features_of(step), **NOTES})
     rows = made_rows(
-        cache, key, made, len(taken), workers, Features({**features_of(step), **NOTES})
+        step.flags.data_output_path, key, token_rows, len(raw_table), workers, features
     )
     if not len(rows):
-        is_bad = settings.form.name == "kto" and step.use == "sft"
-        if is_bad:
+        why = ""
+        if settings.form.name == "kto" and step.use == "sft":
             why = "; all answers are labelled bad: --ignore_columns label trains them"
-        else:
-            why = ""
-        what = f"no row of this data set serves this step ({settings.form.description}){why}"
-        raise UserError(f"{settings.source}: {what}")
-    number, fitted, tokens = (  # without a Python object for each row
-        np.concatenate([chunk.to_numpy() for chunk in rows.data.column(note).chunks])
-        for note in ("number", "fitted", "tokens")
-    )
+        raise UserError(
+            f"{settings.source}: no row of this data set serves this step"
+            f" ({settings.form.description}){why}"
+        )
+    _judge_bad_rows(source, rows, len(file_order), step)
 
-    bad = np.flatnonzero(fitted == Fitted.UNUSABLE)
+    # The token rows of raw row `n` begin at `begins[n]`; a search would be slower
+    counts = np.bincount(_note(rows, "row_index"), minlength=int(file_order.max(initial=-1)) + 1)
+    begins = np.cumsum(counts) - counts
+
+    def indices_of(raw_indices: np.ndarray) -> np.ndarray:
+        """The indices in `rows` of the token rows of some raw rows, in the order of these."""
+        count = counts[raw_indices]
+        shifts = begins[raw_indices] - np.cumsum(count) + count
+        return np.repeat(shifts, count) + np.arange(count.sum())
+
+    train_parts = list[TokenPart]()
+    eval_parts = list[TokenPart]()
+    if len(train):
+        train_parts.append(_part_within_limit(source, rows, indices_of(train), len(train), step))
+    if len(held_out):
+        eval_parts.append(
+            _part_within_limit(
+                source, rows, indices_of(held_out), len(held_out), step, is_eval=True
+            )
+        )
+    return train_parts, eval_parts
+
+
+def _note(rows: Dataset, name: str) -> np.ndarray:
+    """A column of `NOTES`, without a Python object for each row."""
+    return np.concatenate([chunk.to_numpy() for chunk in rows.data.column(name).chunks])
+
+
+def _judge_bad_rows(source: DataSource, rows: Dataset, raw_count: int, step: StepData) -> None:
+    """Log the bad rows among `raw_count` raw rows, and the remarks on others. `UserError` if
+    `--bad_rows` does not accept so many."""
+    name = source.spec
+    bad = np.flatnonzero(_note(rows, "fitted") == Fitted.UNUSABLE)
     problems = rows.data.column("problem")
     first = [str(problems[int(index)]) for index in bad[:_SHOWN]]
-    refuse_bad(name, len(bad), len(numbers), step.flags.bad_rows, first)
-    for line in (
-        [f"{name}: {len(bad)} of {len(numbers)} rows cannot be used", *first] if first else ()
-    ):
-        logger().warning(f"data: skipped: {line}")
-    noted = rows.data.column("remark").drop_null().to_pylist()
-    remarks = Counter(remark for lines in noted for remark in lines.split("\n"))
+    refuse_bad(name, len(bad), raw_count, step.flags.bad_rows, first)
+    if first:
+        logger().warning(f"data: skipped: {name}: {len(bad)} of {raw_count} rows cannot be used")
+    for problem in first:
+        logger().warning(f"data: skipped: {problem}")
+    remarks = Counter[str]()
+    for lines in rows.data.column("remark").drop_null().to_pylist():
+        remarks.update(lines.split("\n"))
     for remark, count in remarks.items():
         logger().warning(f"data: {name}: {counted(count, 'row')}: {remark}")
 
-    # The token rows of raw row `n` begin at `begins[n]`; a search would be slower
-    counts = np.bincount(number, minlength=int(numbers.max(initial=-1)) + 1)
-    begins = np.cumsum(counts) - counts
-    limit = f"{'--max_prompt_seq_len' if step.use == 'prompt' else '--max_seq_len'} {step.limit}"
-    parts: tuple[list[Part], list[Part]] = [], []
-    for asked, kept, is_eval in ((train, parts[0], False), (held_out, parts[1], True)):
-        if len(asked) == 0:
-            continue
-        count = counts[asked]
-        order = np.repeat(begins[asked] - np.cumsum(count) + count, count) + np.arange(count.sum())
-        order = order[fitted[order] != Fitted.UNUSABLE]
-        outcomes = [(int((fitted[order] == code).sum()), code.words) for code in Fitted]
-        shown = [
-            f"{counted(len(order), 'row')} of {len(asked)}",
-            *(f"{n} {what}" for n, what in outcomes if n),
-        ]
-        if len(order):
-            quantiles = np.percentile(tokens[order], [50, 99, 100], method="inverted_cdf").astype(
-                int
-            )
-            shown.append("tokens before the cut: median {}, 99% {}, most {}".format(*quantiles))
-        logger().info(f"data: {name}{' (eval)' * is_eval}: {', '.join(shown)}")
-        usable = order
-        order = order[fitted[order] != Fitted.DROPPED]
-        if not is_eval and len(usable) == 0:
+
+def _part_within_limit(
+    source: DataSource,
+    rows: Dataset,
+    indices: np.ndarray,
+    raw_count: int,
+    step: StepData,
+    is_eval: bool = False,
+) -> TokenPart:
+    """Those token rows of a data set that a step trains or evaluates.
+
+    Args:
+        source: The data set.
+        rows: All its token rows, with the columns `NOTES`.
+        indices: Those of the rows in question, in their order.
+        raw_count: How many raw rows these are from, for the log.
+        step: The step, with its length limit.
+        is_eval: Whether they are for evaluation, which may be left without a row.
+
+    Raises:
+        UserError: Training is left no row or no whole answer.
+    """
+    name = source.spec
+    fitted = _note(rows, "fitted")
+    usable = indices[fitted[indices] != Fitted.UNUSABLE]
+    facts = [f"{counted(len(usable), 'row')} of {raw_count}"]
+    for outcome in Fitted:
+        count = int((fitted[usable] == outcome).sum())
+        if count:
+            facts.append(f"{count} {outcome.words}")
+    if len(usable):
+        tokens = _note(rows, "tokens")[usable]
+        quantiles = np.percentile(tokens, [50, 99, 100], method="inverted_cdf").astype(int)
+        facts.append("tokens before the cut: median {}, 99% {}, most {}".format(*quantiles))
+    purpose = " (eval)" if is_eval else ""
+    logger().info(f"data: {name}{purpose}: {', '.join(facts)}")
+
+    within_limit = usable[fitted[usable] != Fitted.DROPPED]
+    if not is_eval:
+        flag = "--max_prompt_seq_len" if step.use == "prompt" else "--max_seq_len"
+        limit = f"{flag} {step.limit}"
+        if len(usable) == 0:
             raise UserError(f"{name}: none of its rows for training serves this step")
-        if not is_eval and len(order) == 0:
+        if len(within_limit) == 0:
             raise UserError(f"{name}: no row is within {limit}; raise it, or use --truncation left")
-        if not is_eval and (fitted[usable] == Fitted.ANSWER_CUT).all():
+        if (fitted[usable] == Fitted.ANSWER_CUT).all():
             raise UserError(f"{name}: every answer is cut by {limit}; raise it")
-        kept.append(Part(source, rows.select_columns(list(features_of(step))), order))
-    return parts
+    return TokenPart(source, rows.select_columns(list(features_of(step))), within_limit)
 
 
 def made_rows(
     cache: str | None,
     key: str,
-    made: Callable[[int, int], list[dict[str, Any]]],
+    token_rows: Callable[[int, int], list[dict[str, Any]]],
     count: int,
     workers: int,
     features: Features,
 ) -> Dataset:
-    """The token rows `made(start, stop)` of `count` raw rows, which `workers` processes make in
-    batches of `BATCH_ROWS`, or from the cache."""
+    """The token rows `token_rows(start, stop)` of `count` raw rows, which `workers` processes make
+    in batches of `BATCH_ROWS`, or from the cache."""
 
     def write(folder: Path, worker: int) -> None:
-        path, begin, end = (
-            str(folder / f"rows_{worker:05d}.arrow"),
-            *(count * n // workers for n in (worker, worker + 1)),
-        )
-        with (
-            pa.OSFile(path, "wb") as sink,
-            pa.ipc.new_stream(sink, features.arrow_schema) as writer,
-        ):
+        path = str(folder / f"rows_{worker:05d}.arrow")
+        begin = count * worker // workers
+        end = count * (worker + 1) // workers
+        schema = features.arrow_schema
+        with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
             for start in range(begin, end, BATCH_ROWS):
                 raise_if_stop_requested(DOING)  # tokenising may take hours
-                rows = made(start, min(end, start + BATCH_ROWS))
-                writer.write_table(pa.Table.from_pylist(rows, features.arrow_schema))
+                rows = token_rows(start, min(end, start + BATCH_ROWS))
+                writer.write_table(pa.Table.from_pylist(rows, schema))
 
     return cached(cache, key, lambda folder: in_processes(workers, partial(write, folder), DOING))
 
@@ -343,8 +465,10 @@ def made_rows(
 def share_of_step(count: int, shares: tuple[float, float, float], part: int) -> tuple[int, int]:
     """The places in an order of `count` rows that one step uses: `part` 0 is SFT, 1 reward model, 2
     PPO. They are disjoint and complete."""
-    first, last = (round(count * sum(shares[:number]) / sum(shares)) for number in (part, part + 1))
-    return first, last
+    total = sum(shares)
+    begin = round(count * sum(shares[:part]) / total)
+    end = round(count * sum(shares[: part + 1]) / total)
+    return begin, end
 
 
 def hold_out(numbers: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
@@ -357,20 +481,22 @@ def hold_out(numbers: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarr
     return numbers[order[count:]], numbers[order[:count]]
 
 
-def epoch_rows(parts: list[Part]) -> list[int]:
+def epoch_rows(parts: Sequence[TokenPart]) -> list[int]:
     """How many rows an epoch has of each part. Data sets with a weight share the sum of their sizes
     in proportion to their weights, rounded so that the total is exact; `@ROWS` sets a number; of
     all others each row is used once."""
-    used = [
-        len(part.order) if part.source.samples is None else part.source.samples for part in parts
-    ]
-    weighted = [place for place, part in enumerate(parts) if part.source.weight is not None]
-    weights = [float(parts[place].source.weight or 0) for place in weighted]
-    total = sum(len(parts[place].order) for place in weighted)
+    used = list[int]()
+    for part in parts:
+        samples = part.source.samples
+        used.append(len(part.order) if samples is None else samples)
+    weighted = [index for index, part in enumerate(parts) if part.source.weight is not None]
+    weights = [float(parts[index].source.weight or 0) for index in weighted]
+    total = sum(len(parts[index].order) for index in weighted)
     before = 0
-    for number, place in enumerate(weighted, start=1):
-        bound = round(total * sum(weights[:number]) / sum(weights))
-        used[place], before = bound - before, bound
+    for position, index in enumerate(weighted, start=1):
+        bound = round(total * sum(weights[:position]) / sum(weights))
+        used[index] = bound - before
+        before = bound
     for part, count in zip(parts, used, strict=True):
         if len(parts) > 1 or count != len(part.order):
             share = f"{count} rows of an epoch ({100 * count / sum(used):.1f} %)"
@@ -379,30 +505,38 @@ def epoch_rows(parts: list[Part]) -> list[int]:
     return used
 
 
-def joined(parts: list[Part], counts: list[int]) -> tuple[Dataset, tuple[str, ...]]:
-    """So many rows of each part, one part after another: all of them as often as they fit, then a
-    random remainder in the order of the file. They have the column `source`, and are memory-mapped
-    apart from that and the order. And the names of the data sets that this column numbers."""
+def joined(parts: Sequence[TokenPart], counts: Sequence[int]) -> tuple[Dataset, tuple[str, ...]]:
+    """Rows of several data sets, one after another.
+
+    Args:
+        parts: The token rows of each.
+        counts: How many rows to take of each: all of them as often as they fit, then a random
+            remainder in the order of the file.
+
+    Returns:
+        The rows, memory-mapped apart from their order and their column `source`, and the names of
+        the data sets that this column numbers.
+    """
     names = tuple(dict.fromkeys(part.source.name for part in parts))
     if not parts:
         return Dataset.from_dict({}), names
     tables = list[Dataset]()
     orders = list[np.ndarray]()
     before = 0
-    for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
+    for index, (part, count) in enumerate(zip(parts, counts, strict=True)):
         times, rest = divmod(count, max(1, len(part.order)))
-        shuffled = torch.randperm(
-            len(part.order), generator=shared_generator(SPLIT_SEED, _MIX, number)
-        )
-        orders += [before + part.order] * times + [
-            before + part.order[shuffled[:rest].sort().values.numpy()]
-        ]
+        orders += [before + part.order] * times
+        generator = shared_generator(SPLIT_SEED, _MIX, index)
+        shuffled = torch.randperm(len(part.order), generator=generator)
+        orders.append(before + part.order[shuffled[:rest].sort().values.numpy()])
         source = np.full(len(part.rows), names.index(part.source.name), dtype=np.int32)
         tables.append(part.rows.add_column("source", source, feature=Value("int32")))
         before += len(part.rows)
     order = np.concatenate(orders)
     rows = datasets.concatenate_datasets(tables)
-    return (rows if np.array_equal(order, np.arange(len(rows))) else rows.select(order)), names
+    if not np.array_equal(order, np.arange(len(rows))):
+        rows = rows.select(order)
+    return rows, names
 
 
 # Plain text
@@ -427,36 +561,12 @@ def text_blocks(
 
     def blocks_of(start: int, stop: int) -> list[dict[str, Any]]:
         batch = rows.table[start:stop]
-        ids = list[int]()
-        problems = list[str]()
-        for raw, origin in zip(
-            map(json.loads, batch[ROW]), map(shown_path, batch[ORIGIN]), strict=True
-        ):
-            if isinstance(raw, str):
-                problems.append(f"{origin} {raw}")
-                continue
-            try:
-                text = raw.get("text") or ""
-                if not isinstance(text, str):
-                    raise UserError(f"'text' holds {str(text)[:40]}; it needs a text column 'text'")
-                ids += encode_example(tokenizer, Example("", [text])).answers[0]
-            except UserError as problem:
-                problems.append(f"{origin}: {problem}")
-                continue
-            ids += [tokenizer.eos_token_id] * (ids[-1] != tokenizer.eos_token_id)
-        blocks = [ids[start : start + length] for start in range(0, len(ids), length)]
-        made = [
-            {"prompt_ids": block[:1], "answers": [block[1:]], "margin": 0.0}
-            for block in blocks
-            if len(block) > 1
-        ]
-        return made + [
-            {"prompt_ids": [], "answers": [], "margin": 0.0, "problem": problem}
-            for problem in problems
-        ]
+        raw_rows = [json.loads(text) for text in batch[ROW]]
+        origins = [shown_path(origin) for origin in batch[ORIGIN]]
+        return _blocks_of_batch(raw_rows, origins, tokenizer, length)
 
     with main_rank_of_node_first(), subprocesses_may_stop(DOING):
-        (source,) = parse_sources([spec], PTX_FLAG)
+        source = parse_sources([spec], PTX_FLAG)[0]
         if is_hub_name(source.location):
             source = replace(source, config=source.config or config_name)
         opened = open_set(source, cache)
@@ -470,18 +580,52 @@ def text_blocks(
         workers = worker_count(flags.preprocessing_num_workers, len(rows))
         features = Features(columns | {"problem": Value("string")})
         blocks = made_rows(cache, key, blocks_of, len(rows), workers, features)
-    found: list[str | None] = blocks["problem"][:]
-    bad = [problem for problem in found if problem is not None]
+    problems: list[str | None] = blocks["problem"][:]
+    bad = [problem for problem in problems if problem is not None]
     refuse_bad(f"{PTX_FLAG} {spec}", len(bad), len(rows), flags.bad_rows, bad[:1])
     if bad:
         logger().warning(
             f"data: skipped: {len(bad)} of {len(rows)} rows cannot be used; the first: {bad[0]}"
         )
-        blocks = blocks.select([number for number, problem in enumerate(found) if problem is None])
+        blocks = blocks.select([index for index, problem in enumerate(problems) if problem is None])
     blocks = blocks.select_columns(list(columns))
     if not len(blocks):
         raise UserError(f"{PTX_FLAG} {spec}: no text has two tokens or more")
     logger().info(
         f"data: {source.spec}: {len(rows)} texts, {len(blocks)} blocks of up to {length} tokens"
     )
+    return blocks
+
+
+def _blocks_of_batch(
+    raw_rows: Sequence[Raw],
+    origins: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+) -> list[dict[str, Any]]:
+    """The blocks of some texts, then a row without tokens for each text that cannot be used: its
+    `problem` names the raw row. `origins` is "FILE, row N" of each raw row."""
+    ids = list[int]()
+    problems = list[str]()
+    for raw, origin in zip(raw_rows, origins, strict=True):
+        if isinstance(raw, str):
+            problems.append(f"{origin} {raw}")
+            continue
+        try:
+            text = raw.get("text") or ""
+            if not isinstance(text, str):
+                raise UserError(f"'text' holds {str(text)[:40]}; it needs a text column 'text'")
+            ids += encode_example(tokenizer, Example("", [text])).answers[0]
+        except UserError as problem:
+            problems.append(f"{origin}: {problem}")
+            continue
+        if ids[-1] != tokenizer.eos_token_id:
+            ids.append(tokenizer.eos_token_id)
+    blocks = list[dict[str, Any]]()
+    for offset in range(0, len(ids), length):
+        block = ids[offset : offset + length]
+        if len(block) > 1:
+            blocks.append({"prompt_ids": block[:1], "answers": [block[1:]], "margin": 0.0})
+    for problem_text in problems:
+        blocks.append({"prompt_ids": [], "answers": [], "margin": 0.0, "problem": problem_text})
     return blocks

@@ -226,7 +226,7 @@ def neediest(weights: Sequence[float], taken: Sequence[int]) -> int:
 # What a rank sees
 
 
-def _serve(made: Iterator[Chunk | None], pipe: Connection, of_rank: Connection) -> None:
+def _send_chunks(made: Iterator[Chunk | None], pipe: Connection, of_rank: Connection) -> None:
     """In the process: send what is made, and an error in place of what cannot be made. A chunk
     waits in the pipe until the rank needs it. Signals that DeepSpeed's launcher sends to all
     descendants do not end the process: the rank still needs the rows of its last step. The end of
@@ -311,7 +311,9 @@ class StreamedRows:
             self._sources, self._num_rows, self._features, self._next, self._positions[self._next]
         )
         self._pipe, inside = Pipe(duplex=False)
-        self.process = get_context("fork").Process(target=_serve, args=(made, inside, self._pipe))
+        self.process = get_context("fork").Process(
+            target=_send_chunks, args=(made, inside, self._pipe)
+        )
         self.process.start()
         inside.close()  # the end of the process ends the pipe
         atexit.register(self.process.kill)  # before `multiprocessing` waits for it
@@ -389,7 +391,7 @@ def first_rows(found: OpenSet, groups: Sequence[Group]) -> tuple[list[Part], lis
     return parts, first[:FIRST_ROWS]
 
 
-def start(sources: list[StreamSource], step: StepData) -> StreamedRows:
+def start_stream(sources: list[StreamSource], step: StepData) -> StreamedRows:
     """Start to read the data sets, and wait for the first chunk."""
     if len(sources) > 1:
         weights = " : ".join(f"{source.weight:g} {source.name}" for source in sources)
@@ -414,7 +416,10 @@ def tokens_of(batch: Batch, settings: TokeniseSettings) -> Tokens:
     made = [row for row in found if row["fitted"] != Fitted.UNUSABLE]
     counts = Counter(Fitted(row["fitted"]).words for row in made)
     counts += Counter(
-        {NOTHING: len(batch.rows) - len({row["number"] for row in found}), UNUSABLE: len(problems)}
+        {
+            NOTHING: len(batch.rows) - len({row["row_index"] for row in found}),
+            UNUSABLE: len(problems),
+        }
     )
     counts += Counter(
         remark for row in made for remark in (row["remark"] or "").split("\n") if remark

@@ -36,7 +36,7 @@ from dschat_ppo.errors import UserError
 DOING = "prepared the data"
 # share of the rows of a data set that --bad_rows drops
 MOST_BAD = {"few": 0.01, "skip": 1.0, "error": 0.0}
-_SHOWN = 200  # characters of a bad row in its message
+_QUOTED = 200  # characters of a bad row in its message
 _IDS = List(Value("int32"))
 
 
@@ -57,7 +57,7 @@ class Fitted(IntEnum):
 
 
 NOTES = {  # further columns, for `prepare`
-    "number": Value("int64"),  # of the raw row
+    "row_index": Value("int64"),  # of the raw row
     "fitted": Value("int8"),  # see `Fitted`
     "tokens": Value("int32"),  # of prompt and longest answer before the length limit
     "problem": Value("string"),  # of an UNUSABLE row
@@ -80,7 +80,8 @@ def features_of(step: StepData) -> Features:
         columns |= {"step_ends": _IDS, "step_labels": List(Value("float32"))}
     if step.use == "prompt":
         columns["row"] = Value("string")
-        columns |= {"teacher_prompt_ids": _IDS} if step.teacher_column else {}
+    if step.use == "prompt" and step.teacher_column:
+        columns["teacher_prompt_ids"] = _IDS
     return Features(columns | {"digest": Value("int64")})
 
 
@@ -111,7 +112,7 @@ class TokeniseSettings:
         chosen = sorted(
             (name, value) for name, value in vars(step.flags).items() if name not in elsewhere
         )
-        how = [
+        identity = [
             self.form.identity,
             self.form.rendering,
             step.use,
@@ -120,82 +121,110 @@ class TokeniseSettings:
             self.source,
             chosen,
         ]
-        how += [step.step_separator] if step.use == "steps" else []
-        how += [step.teacher_column, step.keeps_answers] if step.use == "prompt" else []
+        if step.use == "steps":
+            identity.append(step.step_separator)
+        if step.use == "prompt":
+            identity += [step.teacher_column, step.keeps_answers]
         if step.tools:
-            return [*how, list(step.tools)]
-        return how
+            identity.append(list(step.tools))
+        return identity
 
 
 def refuse_bad(name: str, bad: int, rows: int, policy: str, first: Sequence[str]) -> None:
     """`UserError` if `--bad_rows` does not accept so many bad rows of a data set; if all are bad,
     no value does."""
-    if bad > MOST_BAD[policy] * rows or 0 < rows == bad:
-        if policy == "skip" or bad == rows:
-            way = ""
-        else:
-            way = "; --bad_rows skip leaves such rows out"
-        raise UserError(
-            f"{name}: {bad} of {rows} rows cannot be used{way}. The first: {' | '.join(first)}"
-        )
+    all_bad = 0 < rows == bad
+    if bad <= MOST_BAD[policy] * rows and not all_bad:
+        return
+    way = ""
+    if policy != "skip" and not all_bad:
+        way = "; --bad_rows skip leaves such rows out"
+    raise UserError(
+        f"{name}: {bad} of {rows} rows cannot be used{way}. The first: {' | '.join(first)}"
+    )
 
 
 def tokenise_batch(
     raw_rows: Sequence[Raw], origins: Sequence[str], settings: TokeniseSettings
 ) -> list[dict[str, Any]]:
-    """Token rows of some raw rows of one data set, in their order, with the columns of
-    `features_of` and `NOTES`; `origins` is "FILE, row N" of each, and `number` counts the raw rows
-    given here. A raw row gives none, one or several. A bad one gives a single row without tokens,
-    which is UNUSABLE: its `problem` names the row and quotes it. Rows that the limit drops are
-    included as DROPPED."""
-    made: list[dict[str, Any]] = []
-    step = settings.step
-    no_values = dict.fromkeys(settings.columns)
-    for number, (raw, origin) in enumerate(zip(raw_rows, origins, strict=True)):
+    """Token rows of some raw rows of one data set, in their order.
+
+    Args:
+        raw_rows: The raw rows.
+        origins: "FILE, row N" of each.
+        settings: How the data set is tokenised.
+
+    Returns:
+        Rows with the columns of `features_of` and `NOTES`; `row_index` counts `raw_rows`. A raw row
+        gives none, one or several. A bad one gives a single row without tokens, which is UNUSABLE:
+        its `problem` names the row and quotes it. Rows that the limit drops are included as
+        DROPPED.
+
+    Raises:
+        UserError: A row is over the limit, and `--truncation error` refuses it.
+    """
+    batch_rows = list[dict[str, Any]]()
+    for row_index, (raw, origin) in enumerate(zip(raw_rows, origins, strict=True)):
         raise_if_stop_requested(DOING)  # tokenising a data set may take hours
-        found = list[dict[str, Any]]()
-        suffix = ""
-        problem = ""
-        if isinstance(raw, str):
-            problem = f"{origin} {raw}"
-        else:
-            row = no_values | raw
-            try:
-                for example in settings.form.read(row, "sft" if step.keeps_answers else step.use):
-                    suffix = example.suffix
-                    found += _token_rows(row, example, settings)
-            except UserError as error:  # a ranked list with a bad answer gives no pair at all
-                problem = f"{origin}{suffix}: {error}; the row: {_shown(row)}"
-            if step.flags.truncation == "error" and any(
-                each["fitted"] == Fitted.DROPPED for each in found
-            ):
-                raise UserError(
-                    f"{origin}: longer than the limit of {step.limit} tokens (--truncation error);"
-                    f" the row: {_shown(row)}; --truncation left cuts such rows, drop leaves"
-                    " them out"
-                )
-        if problem:
-            found = [{"prompt_ids": [], "answers": [], "tokens": 0, "fitted": int(Fitted.UNUSABLE)}]
-        made += [{"number": number, "problem": problem or None, **values} for values in found]
-    return made
+        for token_row in _token_rows(raw, origin, settings):
+            batch_rows.append({"row_index": row_index, **token_row})
+    return batch_rows
 
 
-def _shown(row: dict[str, Any]) -> str:
+def _token_rows(raw: Raw, origin: str, settings: TokeniseSettings) -> list[dict[str, Any]]:
+    """The token rows of one raw row, as `tokenise_batch` says."""
+    if isinstance(raw, str):
+        return [_unusable(f"{origin} {raw}")]
+    step = settings.step
+    row = dict.fromkeys(settings.columns) | raw
+    token_rows = list[dict[str, Any]]()
+    suffix = ""
+    problem = ""
+    try:
+        for example in settings.form.read(row, "sft" if step.keeps_answers else step.use):
+            suffix = example.suffix
+            token_rows += _rows_of_example(row, example, settings)
+    except UserError as error:  # a ranked list with a bad answer gives no pair at all
+        problem = f"{origin}{suffix}: {error}; the row: {_quoted_row(row)}"
+    is_too_long = any(token_row["fitted"] == Fitted.DROPPED for token_row in token_rows)
+    if is_too_long and step.flags.truncation == "error":
+        raise UserError(
+            f"{origin}: longer than the limit of {step.limit} tokens (--truncation error);"
+            f" the row: {_quoted_row(row)}; --truncation left cuts such rows, drop leaves"
+            " them out"
+        )
+    if problem:
+        return [_unusable(problem)]
+    return token_rows
+
+
+def _unusable(problem: str) -> dict[str, Any]:
+    """What stands in place of the token rows of a bad raw row."""
+    return {
+        "problem": problem,
+        "prompt_ids": [],
+        "answers": [],
+        "tokens": 0,
+        "fitted": int(Fitted.UNUSABLE),
+    }
+
+
+def _quoted_row(row: dict[str, Any]) -> str:
     """The first characters of a row in a message."""
     text = json.dumps(row, default=str, ensure_ascii=False)
-    if len(text) <= _SHOWN:
+    if len(text) <= _QUOTED:
         return text
-    return f"{text[:_SHOWN]}..."
+    return f"{text[:_QUOTED]}..."
 
 
-def _token_rows(
+def _rows_of_example(
     row: dict[str, Any], example: Example, settings: TokeniseSettings
 ) -> list[dict[str, Any]]:
     """The token rows of one example of the raw row `row`: one, or the blocks of a long plain text.
     `UserError` for an empty prompt or answer, and for steps that cannot be found."""
     step = settings.step
-    use = settings.step.use
-    if use == "steps":
+    tokenizer = settings.tokenizer
+    if step.use == "steps":
         example = joined_steps(example, step.step_separator)
     if step.tools:
         if isinstance(example.prompt, str):
@@ -204,72 +233,84 @@ def _token_rows(
                 " messages"
             )
         example = replace(example, tools=[*(example.tools or ()), *step.tools])
-    check_variables(settings.tokenizer, example)
-    ids = encode_example(settings.tokenizer, example, step.all_turns)
+    check_variables(tokenizer, example)
+    ids = encode_example(tokenizer, example, step.all_turns)
     if any(len(answer) <= 1 for answer in ids.answers):
         raise UserError("the answer is empty: it has only the final token")
     if not ids.prompt and example.prompt != "":
         raise UserError("the prompt is empty")
-    rows = []
-    own = list[list[int]]()
-    if use == "prompt":  # its answers are not part of the prompt that the limit is for
-        ids, own = replace(ids, answers=[]), ids.answers
-    for fitted, outcome in fit(ids, example, settings.tokenizer, step.limit, step.flags.truncation):
-        more: dict[str, Any] = {}
-        if use == "unpaired":
-            more = {"label": example.labels[0]}
-        elif use == "steps":
-            ends = labelled_ends(
-                settings.tokenizer, ids.answers[0], example.labels, step.step_separator
-            )
-            kept = [
-                (end, label)
-                for end, label in zip(*ends, strict=True)
-                if end < len(fitted.answers[0])
-            ]
-            more = {
-                "step_ends": [end for end, _ in kept],
-                "step_labels": [label for _, label in kept],
-            }
-            outcome = outcome if kept else Fitted.DROPPED  # the limit leaves no labelled step
-        elif use == "sft":
-            more = {"prompt_spans": [list(span) for span in fitted.prompt_spans]}
-        elif use == "prompt":
-            more = {"row": row_text(row, example, settings)}
-            if step.teacher_column:
-                more["teacher_prompt_ids"] = teacher_prompt(row, example, settings)
-        whole = fitted if outcome == Fitted.BLOCKS else ids
-        content = map(str, [example.margin, *more.values(), *own])
-        rows.append(
+    row_answers = list[list[int]]()
+    if step.use == "prompt":  # its answers are not part of the prompt that the limit is for
+        row_answers = ids.answers
+        ids = replace(ids, answers=[])
+
+    token_rows = list[dict[str, Any]]()
+    for fitted, outcome in fit(ids, example, tokenizer, step.limit, step.flags.truncation):
+        columns = _columns_of_use(row, example, settings, ids, fitted)
+        if step.use == "steps" and not columns["step_ends"]:
+            outcome = Fitted.DROPPED  # the limit leaves no labelled step
+        measured = fitted if outcome == Fitted.BLOCKS else ids
+        longest = max((len(answer) for answer in measured.answers), default=0)
+        content = [str(value) for value in (example.margin, *columns.values(), *row_answers)]
+        token_rows.append(
             {
+                "problem": None,
                 "prompt_ids": fitted.prompt,
-                "answers": own or fitted.answers,
+                "answers": row_answers or fitted.answers,
                 "margin": example.margin,
                 "fitted": int(outcome),
                 "remark": "\n".join(ids.remarks) or None,
-                "tokens": len(whole.prompt) + max(map(len, whole.answers), default=0),
-                **more,
+                "tokens": len(measured.prompt) + longest,
+                **columns,
                 "digest": _hash(fitted, *content),
             }
         )
-    return rows
+    return token_rows
+
+
+def _columns_of_use(
+    row: dict[str, Any],
+    example: Example,
+    settings: TokeniseSettings,
+    ids: EncodedExample,
+    fitted: EncodedExample,
+) -> dict[str, Any]:
+    """The columns that a token row has for one use alone, see `features_of`. `ids` is the encoded
+    example, and `fitted` what the limit leaves of it."""
+    step = settings.step
+    if step.use == "sft":
+        return {"prompt_spans": [list(span) for span in fitted.prompt_spans]}
+    if step.use == "unpaired":
+        return {"label": example.labels[0]}
+    if step.use == "steps":
+        step_ends, step_labels = labelled_ends(
+            settings.tokenizer, ids.answers[0], example.labels, step.step_separator
+        )
+        left = sum(end < len(fitted.answers[0]) for end in step_ends)  # ends are in rising order
+        return {"step_ends": step_ends[:left], "step_labels": step_labels[:left]}
+    columns = dict[str, Any]()
+    if step.use == "prompt":
+        columns["row"] = row_text(row, example, settings)
+    if step.use == "prompt" and step.teacher_column:
+        columns["teacher_prompt_ids"] = teacher_prompt(row, example, settings)
+    return columns
 
 
 def teacher_prompt(row: dict[str, Any], example: Example, settings: TokeniseSettings) -> list[int]:
     """The ids of what a teacher reads: the prompt with `--teacher_prompt_column` in place of its
     text, or of that of its last message. `UserError` if that is longer than a prompt may be."""
     step = settings.step
-    column = settings.step.teacher_column
-    prompt = example.prompt
+    column = step.teacher_column
     assert column is not None
     if not has_value(row, column):
         raise UserError(f"has no value at '{column}' (--teacher_prompt_column)")
     text = text_at(row, column)
-    if isinstance(prompt, str):
-        seen = text
-    else:
-        seen = [*prompt[:-1], {**prompt[-1], "content": text}]
-    ids = encode_example(settings.tokenizer, replace(example, prompt=seen, answers=[])).prompt
+    teacher_example = replace(example, prompt=text, answers=[])
+    if not isinstance(example.prompt, str):
+        *earlier, last = example.prompt
+        messages = [*earlier, {**last, "content": text}]
+        teacher_example = replace(example, prompt=messages, answers=[])
+    ids = encode_example(settings.tokenizer, teacher_example).prompt
     if len(ids) > step.limit:
         raise UserError(
             f"--teacher_prompt_column {column}: the teacher would read {len(ids)} tokens, more than"
@@ -286,52 +327,70 @@ def fit(
     policy: str,
 ) -> list[tuple[EncodedExample, Fitted]]:
     """Rows of at most `limit` tokens in prompt and longest answer, and what `--truncation` did to
-    them. A plain text over the limit is divided into blocks: the first token of each is the last
-    one of the block before it, so each token is predicted once. Otherwise it is one row: the prompt
-    is cut, but for its `fixed_ends` if the limit allows it. An eighth of the limit is for the
-    prompt, and half of it where an answer alone is over the limit: answers that leave it less are
-    cut at their end. Of `prompt_spans`, those stay of which no token was cut."""
+    them. A plain text over the limit is divided into blocks; of anything else it is one row."""
+    may_cut = policy not in ("drop", "error")
     if example.prompt == "":
         text = [*ids.prompt, *ids.answers[0]]
-        if len(text) > limit and policy not in ("drop", "error"):
-            starts = range(0, len(text) - 1, limit - 1)
-            blocks = [
-                replace(ids, prompt=text[at : at + 1], answers=[text[at + 1 : at + limit]])
-                for at in starts
-            ]
-            return [(block, Fitted.BLOCKS) for block in blocks]
+        if len(text) > limit and may_cut:
+            return [(block, Fitted.BLOCKS) for block in _text_blocks(ids, text, limit)]
         if not ids.prompt:  # nothing before its first token predicts it
             ids = replace(ids, prompt=text[:1], answers=[text[1:]])
     longest = max((len(answer) for answer in ids.answers), default=0)
-    count = len(ids.prompt)
-    if count + longest <= limit:
+    if len(ids.prompt) + longest <= limit:
         return [(ids, Fitted.KEPT_WHOLE)]
-    if policy in ("drop", "error"):
+    if not may_cut:
         return [(ids, Fitted.DROPPED)]
-    kept = min(count, max(1, limit // (2 if longest > limit else 8), limit - longest))
+    return [_cut(ids, example, tokenizer, limit, policy)]
+
+
+def _text_blocks(ids: EncodedExample, text: list[int], limit: int) -> list[EncodedExample]:
+    """The blocks of a plain text: the first token of each is the last one of the block before it,
+    so each token is predicted once."""
+    blocks = list[EncodedExample]()
+    for offset in range(0, len(text) - 1, limit - 1):
+        prompt = text[offset : offset + 1]
+        answer = text[offset + 1 : offset + limit]
+        blocks.append(replace(ids, prompt=prompt, answers=[answer]))
+    return blocks
+
+
+def _cut(
+    ids: EncodedExample,
+    example: Example,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    policy: str,
+) -> tuple[EncodedExample, Fitted]:
+    """An example over the limit, cut. The prompt is cut, but for its `fixed_ends` if the limit
+    allows it. An eighth of the limit is for the prompt, and half of it where an answer alone is
+    over the limit: answers that leave it less are cut at their end. Of `prompt_spans`, those stay
+    of which no token was cut."""
+    longest = max((len(answer) for answer in ids.answers), default=0)
+    prompt_length = len(ids.prompt)
+    least = limit // 2 if longest > limit else limit // 8
+    prompt_room = min(prompt_length, max(1, least, limit - longest))
     keep_start, keep_end = fixed_ends(
         tokenizer, ids.prompt, is_chat=not isinstance(example.prompt, str)
     )
-    keep_end = min(keep_end, kept if policy == "left" else kept - 1)
-    keep_start = min(keep_start, kept - max(1, keep_end))
-    free = kept - keep_start - keep_end
-    head = keep_start + {"left": 0, "right": free, "middle": max(0, kept // 2 - keep_start)}[policy]
-    head = min(head, kept - keep_end)  # tokens kept before the cut
-    tail = count - (kept - head)  # first token kept after it
-    room = max(1, limit - kept)  # for answers
-    spans = [
-        (start, end) if end <= head else (start - tail + head, end - tail + head)
-        for start, end in ids.prompt_spans
-        if end <= head or start >= tail
-    ]
+    keep_end = min(keep_end, prompt_room if policy == "left" else prompt_room - 1)
+    keep_start = min(keep_start, prompt_room - max(1, keep_end))
+    free = prompt_room - keep_start - keep_end
+    before_cut = {"left": 0, "right": free, "middle": max(0, prompt_room // 2 - keep_start)}
+    # tokens before the cut, and the first one after it
+    head = min(keep_start + before_cut[policy], prompt_room - keep_end)
+    tail = prompt_length - (prompt_room - head)
+    answer_room = max(1, limit - prompt_room)
+
     prompt = ids.prompt[:head] + ids.prompt[tail:]
-    answers = [answer[:room] for answer in ids.answers]
-    return [
-        (
-            EncodedExample(prompt, answers, spans),
-            Fitted.ANSWER_CUT if longest > room else Fitted.PROMPT_CUT,
-        )
-    ]
+    answers = [answer[:answer_room] for answer in ids.answers]
+    spans = list[tuple[int, int]]()
+    for start, end in ids.prompt_spans:
+        if end <= head:
+            spans.append((start, end))
+        elif start >= tail:
+            spans.append((start - tail + head, end - tail + head))
+    outcome = Fitted.ANSWER_CUT if longest > answer_room else Fitted.PROMPT_CUT
+    return EncodedExample(prompt, answers, spans), outcome
 
 
 def fixed_ends(
@@ -345,10 +404,12 @@ def fixed_ends(
         return start, 0
     end = len(prompt)
     special = added_tokens(tokenizer, len(tokenizer))
-    for place in (place for place in reversed(range(len(prompt))) if prompt[place] in special):
-        if place < end - 3 and end < len(prompt):
+    for position in reversed(range(len(prompt))):
+        if prompt[position] not in special:
+            continue
+        if position < end - 3 and end < len(prompt):
             break
-        end = place
+        end = position
     return start, len(prompt) - end
 
 
@@ -372,21 +433,20 @@ def row_text(row: dict[str, Any], example: Example, settings: TokeniseSettings) 
         added[TOOLS] = example.tools
     if example.variables is not None:
         added[VARIABLES] = example.variables
-    first = json.dumps(
-        {name: value for name, value in row.items() if name not in ADDED}, default=str
-    )
+    of_file = {name: value for name, value in row.items() if name not in ADDED}
+    first_line = json.dumps(of_file, default=str)
     if not added:
-        return first
-    return f"{first[:-1]}{',' if row else ''}\n{json.dumps(added, default=str)[1:]}"
+        return first_line
+    comma = "," if row else ""
+    # both lines together are one object
+    return f"{first_line[:-1]}{comma}\n{json.dumps(added, default=str)[1:]}"
 
 
 def _hash(ids: EncodedExample, *content: str) -> int:
     """64 bits of the ids and of further content."""
-    lists = [ids.prompt, *ids.answers]
-    numbers = b"".join(array("i", part).tobytes() for part in [list(map(len, lists)), *lists])
-    texts = (text.encode("utf-8", "surrogatepass") for text in content)
-    return int.from_bytes(
-        hashlib.blake2b(b"\0".join([numbers, *texts]), digest_size=8).digest(),
-        "little",
-        signed=True,
-    )
+    id_lists = [ids.prompt, *ids.answers]
+    lengths = [len(id_list) for id_list in id_lists]
+    numbers_as_bytes = b"".join(array("i", each).tobytes() for each in [lengths, *id_lists])
+    texts = [text.encode("utf-8", "surrogatepass") for text in content]
+    hashed = hashlib.blake2b(b"\0".join([numbers_as_bytes, *texts]), digest_size=8)
+    return int.from_bytes(hashed.digest(), "little", signed=True)

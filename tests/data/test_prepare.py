@@ -36,7 +36,7 @@ from dschat_ppo.data.cache import cached
 from dschat_ppo.data.examples import SPLIT_SEED
 from dschat_ppo.data.parts import FilePart
 from dschat_ppo.data.prepare import (
-    Part,
+    TokenPart,
     TokenRows,
     epoch_rows,
     hold_out,
@@ -90,7 +90,7 @@ def test_hold_out_takes_its_fraction_and_keeps_a_training_row(count, fraction, h
 def mixed(*sets: tuple[list[int], float | None, int | None]) -> list[list[int]]:
     """The rows of an epoch of data sets, each: its rows, weight and number of rows."""
     parts = [
-        Part(
+        TokenPart(
             DataSource(name, "--data_path", name, None, None, name, weight, samples),
             Dataset.from_dict({"number": range(max(rows) + 1)}),
             np.array(rows),

@@ -208,7 +208,7 @@ def tokens_of(case: str, template: str) -> str:
             row
             for number in order
             for row in made
-            if row["number"] == number and row["fitted"] != Fitted.DROPPED
+            if row["row_index"] == number and row["fitted"] != Fitted.DROPPED
         ]
         is_bad = any(row["problem"] for row in made)
         if kept and not is_bad and any(row["fitted"] != Fitted.ANSWER_CUT for row in made):

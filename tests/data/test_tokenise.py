@@ -31,7 +31,7 @@ from dschat_ppo.data.examples import Example
 from dschat_ppo.data.form_kinds import Kind
 from dschat_ppo.data.form_readers import Answer
 from dschat_ppo.data.forms import Form
-from dschat_ppo.data.prepare import Part, tokenised
+from dschat_ppo.data.prepare import TokenPart, tokenised
 from dschat_ppo.data.rows import ORIGIN, ROW, Rows
 from dschat_ppo.data.sources import parse_sources
 from dschat_ppo.data.templates import turn_end
@@ -279,7 +279,7 @@ def batch(rows, **changes) -> list[dict]:
 
 
 def numbers(rows: list[dict], code: Fitted = Fitted.KEPT_WHOLE) -> list[int]:
-    return [row["number"] for row in rows if row["fitted"] == code]
+    return [row["row_index"] for row in rows if row["fitted"] == code]
 
 
 def test_a_bad_row_stands_at_its_place_once_with_its_first_characters():
@@ -292,7 +292,7 @@ def test_a_bad_row_stands_at_its_place_once_with_its_first_characters():
         {"prompt": "p", "answers": ["a"]},
     ]
     found = batch(rows, truncation="error")
-    assert [row["number"] for row in found] == [0, 1, 2, 3, 4, 5], (
+    assert [row["row_index"] for row in found] == [0, 1, 2, 3, 4, 5], (
         "a row with one bad answer gives no token row"
     )
     assert (numbers(found), numbers(found, Fitted.UNUSABLE)) == ([0, 5], [1, 2, 3, 4])
@@ -409,7 +409,7 @@ def test_row_text_keeps_the_columns_and_adds_what_they_lack():
 
 def parts_of(
     rows: list[dict], train, held_out, tmp_path, workers=1
-) -> tuple[list[Part], list[Part]]:
+) -> tuple[list[TokenPart], list[Part]]:
     table = Dataset.from_list(
         [{ROW: json.dumps(row), ORIGIN: f"f, row {n + 1}"} for n, row in enumerate(rows)]
     )
