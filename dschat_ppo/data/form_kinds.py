@@ -23,7 +23,7 @@ class Kind:
     roles: dict[str, str]  # role -> names of columns that have it; the first one that exists counts
     # (uses, roles that must be there); "preference" serves "unpaired" too
     needs: tuple[tuple[str, str], ...]
-    read: Callable[[readers.Cells, Use], readers.Found]
+    read: Callable[[readers.Cells, Use], readers.PromptAndAnswers]
     # column flags may name columns of all its roles; `--data_format` allows it of any form
     by_flag: bool = False
     # "as given" (text prompts stay text, messages are chat), "chat", "text", or "content" (chat if
@@ -267,7 +267,7 @@ class KnownSet(NamedTuple):
     rejected: Text | None = None
 
 
-def _read_known(name: str, cells: readers.Cells, use: Use) -> readers.Found:
+def _read_known(name: str, cells: readers.Cells, use: Use) -> readers.PromptAndAnswers:
     known = SETS[name]
     texts = {"prompt": (), "sft": (known.chosen,)}.get(use, (known.chosen, known.rejected or ""))
     return _filled(known.prompt, cells.row), readers.pair_of(

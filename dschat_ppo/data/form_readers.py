@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from dschat_ppo.config.data_flags import Use
 from dschat_ppo.data.examples import (
     CONTEXT,
+    Message,
     Messages,
     Row,
     as_text,
@@ -36,12 +37,8 @@ from dschat_ppo.data.examples import (
 from dschat_ppo.data.verdicts import Scale, lead_by_numbers, lead_of_first
 from dschat_ppo.errors import UserError
 
-SCORES = (
-    "scores",
-    "ratings",
-    "rewards",
-    "rating",
-)  # columns with a number for each answer: more is better
+# columns with a number for each answer: more is better
+SCORES = ("scores", "ratings", "rewards", "rating")
 RANKS = ("ranks", "rankings", "ranking", "rank")  # less is better
 _GOOD = (
     "true 1 1.0 good yes chosen desirable positive accepted accept correct safe helpful"
@@ -52,7 +49,8 @@ _BAD = (
     " unhelpful down thumbs_down thumbsdown dislike disliked downvote 👎"
 )
 LABELS = dict.fromkeys(_GOOD.split(), 1.0) | dict.fromkeys(_BAD.split(), 0.0)  # of single answers
-_HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
+_HUMAN = "\n\nHuman:"
+_ASSISTANT = "\n\nAssistant:"
 _ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately completes"
     " the request.\n\n"
@@ -63,7 +61,7 @@ TEXTS = "text", "answer", "response", "completion", "content"
 _SCORE = ("score", "overall_score", "rating", "reward")
 
 
-class Answer(NamedTuple):
+class JudgedAnswer(NamedTuple):
     """One answer of a row: text, a message, or the texts of its steps. `worth`: of two answers to a
     prompt the one of more is better; a label 1 (good) or 0 (bad), or the label of each step.
     `name`: in messages and names of rows."""
@@ -73,17 +71,19 @@ class Answer(NamedTuple):
     name: str = ""
 
 
-def pair_of(answers: list[Any]) -> list[Answer]:
+def pair_of(answers: list[Any]) -> list[JudgedAnswer]:
     """The better answer, and the worse one or several of them, if any."""
-    several = len(answers) > 2
-    pair = [Answer(answer, 1.0, "chosen") for answer in answers[:1]]
-    for number, answer in enumerate(answers[1:], start=1):
-        pair.append(Answer(answer, 0.0, f"rejected answer {number}" if several else "rejected"))
+    pair = [JudgedAnswer(answer, 1.0, "chosen") for answer in answers[:1]]
+    for position, answer in enumerate(answers[1:], start=1):
+        name = "rejected"
+        if len(answers) > 2:
+            name = f"rejected answer {position}"
+        pair.append(JudgedAnswer(answer, 0.0, name))
     return pair
 
 
 Prompt = str | Messages
-Found = tuple[Prompt, Sequence[Answer]]
+PromptAndAnswers = tuple[Prompt, Sequence[JudgedAnswer]]
 
 
 @dataclass(frozen=True)
@@ -170,123 +170,139 @@ class Cells:
 # Prompts and answers that are text or messages
 
 
-def read_columns(cells: Cells, use: Use) -> Found:
+def read_columns(cells: Cells, use: Use) -> PromptAndAnswers:
     """A prompt, or a conversation that holds it, with an answer, or a better and a worse one; each
     is text or messages. SFT learns the response if there is one. Answers may repeat the prompt, and
     as messages also continue it."""
     better = next((role for role in ("chosen", "response", "messages") if cells.has(role)), "")
+    prompt: Prompt | None = None
     if cells.has("prompt"):
-        asked = "prompt"
-    elif cells.has("messages") and better == "chosen":
-        asked = "messages"
-    else:
-        asked = ""
-    if asked == "prompt":
         prompt = cells.prompt()
-    elif asked:
-        prompt = cells.messages("messages", cells.value(asked))
-    else:
-        prompt = None
-    trained = "response" if cells.has("response") else better
-    roles = {"sft": [trained], "preference": [better, "rejected"]}.get(use, [])
-    if better == "messages" or (better and looks_like_messages(cells.known(better))):
-        # in all uses, its messages are the whole prompt
-        roles = list(dict.fromkeys([better, *roles]))
-    whole = prompt
+    elif cells.has("messages") and better == "chosen":
+        prompt = cells.messages("messages", cells.value("messages"))
+    full_prompt = prompt
     answers = list[Any]()
-    for role in roles:
+    for role in _roles_to_read(cells, use, better):
         value = cells.value(role)
         if role != "messages" and not looks_like_messages(value):
             answers += cells.texts(role)
             continue
         *before, answer = cells.messages(role, value)
-        if answer["role"] != "assistant":
-            if use == "prompt" and role == "messages":
-                return [*before, answer], []
-            raise UserError(
-                f"{cells.called(role)} ends with a message of role '{answer['role']}', not the"
-                " assistant's"
-            )
-        if CONTEXT in answer and use != "prompt":
-            raise UserError(
-                f"the answer of {cells.called(role)} is excluded from training (weight 0)"
-            )
-        is_whole = before and before[0]["role"] != "assistant"
-        if answers and is_whole and not _same(before, whole):
+        if role == "messages" and use == "prompt" and answer["role"] != "assistant":
+            return [*before, answer], []
+        _check_answer(answer, cells.called(role), use)
+        begins_itself = before and before[0]["role"] != "assistant"
+        if answers and begins_itself and not _same(before, full_prompt):
             raise UserError("chosen and rejected answer different prompts")
-        joined = _with_prompt(prompt, before, cells.called(role))
-        if answers and not _same(joined, whole):
+        prompt_of_answer = _with_prompt(prompt, before, cells.called(role))
+        if answers and not _same(prompt_of_answer, full_prompt):
             raise UserError("chosen and rejected answer different prompts")
-        whole = whole if answers else joined
-        prompt = joined if prompt is None else prompt
-        answers.append(answer["content"] if set(answer) == {"role", "content"} else answer)
-    if (
-        isinstance(prompt, str)
-        and better
-        and cells.has("rejected")
-        and all(str(cells.known(role)).startswith(prompt) for role in (better, "rejected"))
-    ):
+        if not answers:
+            full_prompt = prompt_of_answer
+        if prompt is None:
+            prompt = prompt_of_answer
+        is_plain = set(answer) == {"role", "content"}
+        answers.append(answer["content"] if is_plain else answer)
+    if isinstance(prompt, str) and _answers_repeat(prompt, cells, better):
         answers = [
             answer.removeprefix(prompt) if isinstance(answer, str) else answer for answer in answers
         ]
-    return whole or "", pair_of(answers[-1:] if use == "sft" else answers)
+    if use == "sft":
+        answers = answers[-1:]
+    return full_prompt or "", pair_of(answers)
+
+
+def _roles_to_read(cells: Cells, use: Use, better: str) -> list[str]:
+    """The roles of the columns whose answers a use takes. `better`: the role of the better answer,
+    or "". If that is a conversation, its messages are the prompt of all uses, so it is read
+    first."""
+    roles = list[str]()
+    if use == "sft":
+        roles = ["response" if cells.has("response") else better]
+    elif use == "preference":
+        roles = [better, "rejected"]
+    if better == "messages" or (better and looks_like_messages(cells.known(better))):
+        return list(dict.fromkeys([better, *roles]))
+    return roles
+
+
+def _check_answer(answer: Message, column: str, use: Use) -> None:
+    """Refuse a last message that is not the assistant's, or that a use may not train."""
+    if answer["role"] != "assistant":
+        raise UserError(
+            f"{column} ends with a message of role '{answer['role']}', not the assistant's"
+        )
+    if CONTEXT in answer and use != "prompt":
+        raise UserError(f"the answer of {column} is excluded from training (weight 0)")
+
+
+def _answers_repeat(prompt: str, cells: Cells, better: str) -> bool:
+    """Whether the better answer and the rejected one both start with the prompt."""
+    if not better or not cells.has("rejected"):
+        return False
+    return all(str(cells.known(role)).startswith(prompt) for role in (better, "rejected"))
 
 
 def _with_prompt(prompt: Prompt | None, before: Messages, column: str) -> Messages:
     """The whole prompt of an answer: a prompt and the messages before the answer, which may repeat
     it."""
-    if prompt is None and not before:
-        raise UserError(f"{column} has nothing before the assistant's answer")
-    if isinstance(prompt, str) and before and before[0]["role"] == "assistant":
-        return [{"role": "user", "content": prompt}, *before]
+    continues = not before or before[0]["role"] == "assistant"
+    if prompt is None:
+        if not before:
+            raise UserError(f"{column} has nothing before the assistant's answer")
+        return before
     if isinstance(prompt, str):
-        if before and prompt.strip() not in [
-            turn["content"].strip() for turn in before if turn["role"] == "user"
-        ]:
+        if continues:
+            return [{"role": "user", "content": prompt}, *before]
+        questions = [turn["content"].strip() for turn in before if turn["role"] == "user"]
+        if prompt.strip() not in questions:
             raise UserError(f"the prompt is not among the messages of {column}")
-        return before or [{"role": "user", "content": prompt}]
-    if prompt and (not before or before[0]["role"] == "assistant"):
+        return before
+    if prompt and continues:
         return prompt + before
-    if (
-        prompt
-        and not _same(before[: len(prompt)], prompt)
-        and not _same(before[-len(prompt) :], prompt)
-    ):
+    is_start = _same(before[: len(prompt)], prompt)
+    is_end = _same(before[-len(prompt) :], prompt)
+    if prompt and not is_start and not is_end:
         raise UserError(f"the messages of {column} do not start with those of the prompt")
     return before
 
 
-def _same(one: Prompt | None, other: Prompt | None) -> bool:
+def _same(first: Prompt | None, second: Prompt | None) -> bool:
     """Whether prompts are equal, whatever turns of messages are excluded from training."""
-    bare = [
-        without_context(prompt) if isinstance(prompt, list) else prompt for prompt in (one, other)
-    ]
-    return bare[0] == bare[1]
+    if isinstance(first, list):
+        first = without_context(first)
+    if isinstance(second, list):
+        second = without_context(second)
+    return first == second
 
 
-def read_implicit_preference(cells: Cells, use: Use) -> Found:
+def read_implicit_preference(cells: Cells, use: Use) -> PromptAndAnswers:
     """Two conversations or texts that start with the same prompt; that of texts ends where they
     begin to differ."""
     if all(looks_like_messages(cells.value(role)) for role in ("chosen", "rejected")):
         return read_columns(cells, use)
-    one, two = (cells.text(role) for role in ("chosen", "rejected"))
-    cut = len(commonprefix([one, two]))
-    if one[cut - 1 : cut] == " " or cut == min(len(one), len(two)):
+    chosen = cells.text("chosen")
+    rejected = cells.text("rejected")
+    cut = len(commonprefix([chosen, rejected]))
+    if chosen[cut - 1 : cut] == " " or cut == min(len(chosen), len(rejected)):
         # of a text with which the other starts, the last character is the answer, as in TRL
         cut -= 1
     if cut <= 0:
         raise UserError("chosen and rejected do not start with the same prompt")
-    return one[:cut], pair_of([one[cut:], two[cut:]])
+    return chosen[:cut], pair_of([chosen[cut:], rejected[cut:]])
 
 
-def read_transcript(cells: Cells, use: Use) -> Found:
+def read_transcript(cells: Cells, use: Use) -> PromptAndAnswers:
     """Text with turns that start with two line breaks and `Human:` or `Assistant:`; the last turn
     is the answer."""
     if use == "preference":
         roles = ["chosen", "rejected"]
+    elif cells.has("messages"):
+        roles = ["messages"]
     else:
-        roles = ["messages" if cells.has("messages") else "chosen"]
-    prompts, answers = [], []
+        roles = ["chosen"]
+    prompts = list[str]()
+    answers = list[str]()
     for role in roles:
         before, marker, answer = cells.text(role).rpartition(_ASSISTANT)
         if not marker or _HUMAN in answer:
@@ -301,17 +317,18 @@ def read_transcript(cells: Cells, use: Use) -> Found:
         )
     if not cells.as_chat:
         return prompts[0] + _ASSISTANT, pair_of(answers)
-    first, *parts = re.split(r"\n\n(Human|Assistant):", prompts[0])
+    # the text before the first turn, then the name and the text of each turn
+    first, *names_and_texts = re.split(r"\n\n(Human|Assistant):", prompts[0])
+    turns = Messages()
     if first.strip():
-        turns = [{"role": "system", "content": first.strip()}]
-    else:
-        turns = []
-    for name, text in zip(parts[::2], parts[1::2], strict=True):
-        turns.append({"role": "user" if name == "Human" else "assistant", "content": text.strip()})
+        turns.append({"role": "system", "content": first.strip()})
+    for name, text in zip(names_and_texts[::2], names_and_texts[1::2], strict=True):
+        role = "user" if name == "Human" else "assistant"
+        turns.append({"role": role, "content": text.strip()})
     return turns, pair_of(answers)
 
 
-def read_alpaca(cells: Cells, use: Use) -> Found:
+def read_alpaca(cells: Cells, use: Use) -> PromptAndAnswers:
     """An instruction with an optional input and earlier turns, and its answer, or a better and a
     worse one."""
     lead = 1
@@ -320,42 +337,55 @@ def read_alpaca(cells: Cells, use: Use) -> Found:
     question = cells.text("prompt")
     template = cells.input_template
     history = cells.history()
-    extra = (cells.value("input") if cells.has("input") else None) or ""
+    extra = ""
+    if cells.has("input"):
+        extra = cells.value("input") or ""
     checked(extra, str, f"'{cells.columns.get('input')}'", "text")
-    question, extra = (question, extra) if question else (extra, "")
+    if not question:
+        question = extra
+        extra = ""
     if not question:
         raise UserError("the instruction is empty")
-    prompt: Prompt = f"{question}\n\n{extra}" if extra else question
+    prompt: Prompt = question
+    if extra:
+        prompt = f"{question}\n\n{extra}"
     if cells.as_chat:
-        prompt = [
-            *history,
-            {"role": "user", "content": (template or "{}").replace("{}", str(prompt))},
-        ]
+        content = (template or "{}").replace("{}", str(prompt))
+        prompt = [*history, {"role": "user", "content": content}]
     elif history:
         raise UserError(
             "'history' holds earlier turns, which need the chat template; --apply_chat_template"
             " True"
         )
     elif template is None:
-        prompt = (
-            _ALPACA.format(_ALPACA_INPUT if extra else "") + f"### Instruction:\n{question}\n\n"
-        )
-        prompt += (f"### Input:\n{extra}\n\n" if extra else "") + "### Response:\n"
-    trained = "response" if cells.has("response") else "chosen"
-    roles = {"sft": [trained], "preference": ["chosen", "rejected"]}.get(use, [])
+        prompt = _alpaca_prompt(question, extra)
+    roles = list[str]()
+    if use == "sft":
+        roles = ["response" if cells.has("response") else "chosen"]
+    elif use == "preference":
+        roles = ["chosen", "rejected"]
     answers = pair_of([text for role in roles for text in cells.texts(role)])
     return prompt, answers if lead else []
 
 
-def read_better(cells: Cells, use: Use) -> Found:
+def _alpaca_prompt(question: str, extra: str) -> str:
+    """The text of Alpaca around an instruction and its input, which may be ""."""
+    if not extra:
+        return f"{_ALPACA.format('')}### Instruction:\n{question}\n\n### Response:\n"
+    return (
+        f"{_ALPACA.format(_ALPACA_INPUT)}### Instruction:\n{question}\n\n"
+        f"### Input:\n{extra}\n\n### Response:\n"
+    )
+
+
+def read_better(cells: Cells, use: Use) -> PromptAndAnswers:
     """Two answers to a prompt, or two conversations that begin with it, and which one is better. In
     lists of texts (Chatbot Arena's 55k) the prompt has the turns of the user, each answer those of
     the assistant."""
     pair, lead = judged(cells, use)
+    asked = None
     if cells.has("prompt"):
         asked = json_value(value_at(cells.row, cells.columns["prompt"]))
-    else:
-        asked = None
     if isinstance(asked, list) and asked and all(isinstance(text, str) for text in asked):
         row = dict(cells.row)
         for role in ("chosen", "rejected"):
@@ -379,66 +409,75 @@ def judged(cells: Cells, use: Use) -> tuple[Cells, int]:
     """The cells with the better of two answers as `chosen` and the other one as `rejected`, by a
     verdict or a number of each, and the lead of the first answer: 1, -1, or 0 for a tie. Prompts
     need no verdict."""
-    answers = cells.columns["first"], cells.columns["second"]
+    first = cells.columns["first"]
+    second = cells.columns["second"]
     lead = 0
     if use != "prompt" and cells.has("better"):
         column = cells.columns["better"]
         verdict = value_at(cells.row, column)
-        lead = lead_of_first(verdict, column, cells.scale, answers, cells.row)
+        lead = lead_of_first(verdict, column, cells.scale, (first, second), cells.row)
     elif use != "prompt":
-        columns = cells.columns["first_number"], cells.columns["second_number"]
-        lead = lead_by_numbers(cells.row, columns)
-    chosen, rejected = answers if lead >= 0 else answers[::-1]
+        number_columns = (cells.columns["first_number"], cells.columns["second_number"])
+        lead = lead_by_numbers(cells.row, number_columns)
     roles = {"prompt", "input", "history"} & set(cells.columns)
-    asked = {role: cells.columns[role] for role in roles}
-    return replace(cells, columns={**asked, "chosen": chosen, "rejected": rejected}), lead
+    columns = {role: cells.columns[role] for role in roles}
+    if lead >= 0:
+        columns |= {"chosen": first, "rejected": second}
+    else:
+        columns |= {"chosen": second, "rejected": first}
+    return replace(cells, columns=columns), lead
 
 
 # Answers with ranks or labels
 
 
-def read_ranked(cells: Cells, use: Use) -> Found:
+def read_ranked(cells: Cells, use: Use) -> PromptAndAnswers:
     """A list of answers with ranks or scores, in a list of their own or in the answers."""
     prompt = cells.prompt()
     if use == "prompt":
         return prompt, []
     name = cells.called("response")
     values = cells.listed("response", "a list of answers")
+    # the scores or ranks are in a column, or else under a key of each answer
     role = next((role for role in ("ranks", "scores") if cells.has(role)), "")
-    known = [value if isinstance(value, dict) else {} for value in values]
-    key = next(
-        (key for key in (*RANKS, *_SCORE) if known and all(key in value for value in known)), ""
-    )
+    key = "" if role else _key_of_scores(values)
     if not role and not key:
         raise UserError(
             f"the answers of {name} have no score or rank, and no column {', '.join(SCORES)} is"
             " there"
         )
     if role:
-        numbers = cells.listed(role, "a list of numbers")
+        scores = cells.listed(role, "a list of numbers")
+        where = cells.called(role)
     else:
-        numbers = [value[key] for value in known]
-    given = cells.called(role) if role else f"'{key}' in {name}"
-    if len(numbers) != len(values) or not values:
-        raise UserError(f"{name} has {len(values)} answers, but {given} {len(numbers)} numbers")
-    sign = -1 if role == "ranks" or (not role and key in RANKS) else 1
+        scores = [value[key] for value in values]
+        where = f"'{key}' in {name}"
+    if len(scores) != len(values) or not values:
+        raise UserError(f"{name} has {len(values)} answers, but {where} {len(scores)} numbers")
+    sign = -1 if role == "ranks" or key in RANKS else 1
     answers = []
-    for number, (value, worth) in enumerate(zip(values, numbers, strict=True), start=1):
+    for position, (value, score) in enumerate(zip(values, scores, strict=True), start=1):
+        text = value
         if isinstance(value, dict):
-            value = next((value[key] for key in TEXTS if value.get(key) is not None), value)
-        checked(
-            value,
-            str,
-            f"answer {number} of {name}",
-            f"text, or an object with {', '.join(TEXTS[:3])}",
-        )
-        answers.append(
-            Answer(value, sign * number_of(worth, f"an entry of {given}"), f"answer {number}")
-        )
+            text = next((value[key] for key in TEXTS if value.get(key) is not None), value)
+        expected = f"text, or an object with {', '.join(TEXTS[:3])}"
+        checked(text, str, f"answer {position} of {name}", expected)
+        worth = sign * number_of(score, f"an entry of {where}")
+        answers.append(JudgedAnswer(text, worth, f"answer {position}"))
     return prompt, answers
 
 
-def read_kto(cells: Cells, use: Use) -> Found:
+def _key_of_scores(values: list[Any]) -> str:
+    """The key under which each of the answers, which are objects, has its score or rank, or ""."""
+    if not values or not all(isinstance(value, dict) for value in values):
+        return ""
+    for key in (*RANKS, *_SCORE):
+        if all(key in value for value in values):
+            return key
+    return ""
+
+
+def read_kto(cells: Cells, use: Use) -> PromptAndAnswers:
     """A prompt and an answer, or a conversation, and whether the answer is good."""
     reader = read_columns
     if cells.has("input"):
@@ -457,4 +496,4 @@ def read_kto(cells: Cells, use: Use) -> Found:
             f"{cells.called('label')} is {kind_of(label)}; expected true or false (also good/bad,"
             " yes/no, 1/0, ...)"
         )
-    return prompt, [Answer(answers[0].value, LABELS[word])]
+    return prompt, [JudgedAnswer(answers[0].value, LABELS[word])]

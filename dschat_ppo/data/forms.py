@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -34,7 +34,7 @@ from dschat_ppo.data.examples import (
     without_context,
 )
 from dschat_ppo.data.form_kinds import Kind
-from dschat_ppo.data.form_readers import Answer, Cells, Prompt
+from dschat_ppo.data.form_readers import Cells, JudgedAnswer, Prompt
 from dschat_ppo.data.verdicts import TURNING, TWO_ANSWERS, Scale
 from dschat_ppo.errors import UserError, printable_line
 
@@ -127,93 +127,102 @@ class Form:
         """The examples of one row, none or more, all with the same prompt. `UserError`, without the
         name of the row, if it is bad, and for a use that the form does not serve."""
         self.require(use)
-        found = list[Example]()
-        for made in [row] if self.function is None else rows_made(self.function, row):
+        rows = [row]
+        if self.function is not None:
+            rows = rows_made(self.function, row)
+        examples = list[Example]()
+        for each in rows:
             try:
-                examples = self.examples_of(made, use)
+                bare_examples = self.examples_of(each, use)
             except UserError as problem:
                 way = f"; {self.row_way}" if self.row_way else ""
                 raise UserError(f"{problem}{way}") from None
-            if examples:
-                prompt = self._rendered(examples[0].prompt, made)
-                context = tuple[int, ...]()
-                if isinstance(prompt, list):
-                    context = tuple(
-                        number for number, message in enumerate(prompt) if CONTEXT in message
-                    )
-                    prompt = without_context(prompt)
-                margin = margin_of(made) if "rejected" in self.columns else 0.0
-                truth = None
-                if self.truth and (use == "prompt" or has_value(made, self.truth)):
-                    truth = truth_of(made, self.truth, self.truth_pattern)
-                tools = self._tools_of(made)
-                several = len(examples) > 1
-                found += [
-                    Example(
-                        prompt,
-                        one.answers,
-                        margin,
-                        truth,
-                        tools,
-                        one.suffix * several,
-                        one.labels,
-                        context,
-                        self._variables_of(made),
-                    )
-                    for one in examples
-                ]
-            self.check_unused([made], use)
-        return found
+            if bare_examples:
+                examples += self._with_columns(bare_examples, each, use)
+            self.check_unused([each], use)
+        return examples
+
+    def _with_columns(self, examples: list[Example], row: Row, use: Use) -> list[Example]:
+        """The examples of a row, which share a prompt, with all that the form takes from its other
+        columns: the system message, margin, correct answer, tools and variables."""
+        prompt = self._rendered(examples[0].prompt, row)
+        context = list[int]()
+        if isinstance(prompt, list):
+            context = [index for index, message in enumerate(prompt) if CONTEXT in message]
+            prompt = without_context(prompt)
+        margin = 0.0
+        if "rejected" in self.columns:
+            margin = margin_of(row)
+        truth = None
+        if self.truth and (use == "prompt" or has_value(row, self.truth)):
+            truth = truth_of(row, self.truth, self.truth_pattern)
+        tools = self._tools_of(row)
+        return [
+            replace(
+                example,
+                prompt=prompt,
+                margin=margin,
+                truth=truth,
+                tools=tools,
+                suffix=example.suffix if len(examples) > 1 else "",
+                context=tuple(context),
+                variables=self._variables_of(row),
+            )
+            for example in examples
+        ]
 
     def examples_of(self, row: Row, use: Use) -> list[Example]:
         """What the reader finds in a row for a use, before the prompt is rendered."""
         is_chat = self.rendering == "chat"
-        template = self.input_template
-        cells = Cells(row, self.columns, self.role_names, is_chat, template, self.scale)
-        is_pair = use == "unpaired" and not self.kind.labelled  # which is split below
-        prompt, answers = self.kind.read(cells, "preference" if is_pair else use)
+        cells = Cells(row, self.columns, self.role_names, is_chat, self.input_template, self.scale)
+        is_split_pair = use == "unpaired" and not self.kind.labelled
+        prompt, answers = self.kind.read(cells, "preference" if is_split_pair else use)
         if not prompt and self.name != "text":
             raise UserError("the prompt is empty")
         if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-            asked = next(
-                self.columns[r]
-                for r in ("prompt", "messages", "chosen", "first", "response")
-                if cells.has(r)
-            )
+            roles = ("prompt", "messages", "chosen", "first", "response")
+            column = next(self.columns[role] for role in roles if cells.has(role))
             raise UserError(
-                f"the prompt in '{asked}' ends with the assistant's message: nothing is left to"
+                f"the prompt in '{column}' ends with the assistant's message: nothing is left to"
                 " answer"
             )
         if use == "prompt":
             return [Example(prompt)]
         if use == "steps":
-            found = [
-                Example(prompt, one.value, suffix=f", {one.name}", labels=one.worth)
-                for one in answers
+            return [
+                Example(prompt, answer.value, suffix=f", {answer.name}", labels=answer.worth)
+                for answer in answers
             ]
-        elif self.kind.labelled:
-            good = [one for one in answers if use == "unpaired" or one.worth]
-            found = [
-                _example(prompt, [one], (one.worth,) if use == "unpaired" else ()) for one in good
-            ]
-        elif not answers:  # a tie
-            found = []
-        else:
-            # stable: of equal ones the first comes first
-            order = sorted(answers, key=lambda one: -one.worth)
-            best = order[0]
-            worst = min(order, key=lambda one: one.worth)
-            if use == "sft":
-                return [_example(prompt, [best])]
-            pairs = [
-                [a, b] for at, a in enumerate(order) for b in order[at + 1 :] if a.worth > b.worth
-            ]
-            found = [_example(prompt, pair) for pair in pairs]
-            if use == "unpaired" and found:
-                bad = [worst] if self.name == "ranked" else order[1:]  # each is a rejected answer
-                found = [_example(prompt, [best], (1.0,))]
-                found += [_example(prompt, [one], (0.0,)) for one in bad]
-        return found
+        if self.kind.labelled and use == "unpaired":
+            return [_example(prompt, [answer], (answer.worth,)) for answer in answers]
+        if self.kind.labelled:
+            return [_example(prompt, [answer]) for answer in answers if answer.worth]
+        if not answers:  # a tie
+            return []
+        return self._examples_of_ranked(prompt, answers, use)
+
+    def _examples_of_ranked(
+        self, prompt: Prompt, answers: Sequence[JudgedAnswer], use: Use
+    ) -> list[Example]:
+        """The examples of answers of which some are better than others."""
+        # stable: of equal ones the first comes first
+        order = sorted(answers, key=lambda answer: -answer.worth)
+        best = order[0]
+        if use == "sft":
+            return [_example(prompt, [best])]
+        pairs = list[Example]()
+        for index, better in enumerate(order):
+            for worse in order[index + 1 :]:
+                if better.worth > worse.worth:
+                    pairs.append(_example(prompt, [better, worse]))
+        if use != "unpaired" or not pairs:
+            return pairs
+        bad = order[1:]  # each is a rejected answer
+        if self.name == "ranked":
+            bad = [min(order, key=lambda answer: answer.worth)]
+        examples = [_example(prompt, [best], (1.0,))]
+        examples += [_example(prompt, [answer], (0.0,)) for answer in bad]
+        return examples
 
     def _rendered(self, prompt: Prompt, row: Row) -> Prompt:
         """The prompt as text or messages, as the rendering says, with the system message before
@@ -227,19 +236,19 @@ class Form:
                 return prompt
             return self.input_template.replace("{}", prompt)
         if isinstance(prompt, str):
-            prompt = [
-                {"role": "user", "content": (self.input_template or "{}").replace("{}", prompt)}
-            ]
-        given = value_at(row, self.system) if self.system else None
-        if given in (None, ""):
-            system = self.system_message
-        else:
-            system = checked(given, str, f"'{self.system}'", "text")
+            content = (self.input_template or "{}").replace("{}", prompt)
+            prompt = [{"role": "user", "content": content}]
+        system_of_row = None
+        if self.system:
+            system_of_row = value_at(row, self.system)
+        system = self.system_message
+        if system_of_row not in (None, ""):
+            system = checked(system_of_row, str, f"'{self.system}'", "text")
         if prompt[0]["role"] not in ("system", "developer"):
             if system:
                 return [{"role": "system", "content": system}, *prompt]
             return prompt
-        if given not in (None, "") and prompt[0]["content"] != given:
+        if system_of_row not in (None, "") and prompt[0]["content"] != system_of_row:
             raise UserError(
                 f"'{self.system}' and the first message are two different system messages"
             )
@@ -248,22 +257,23 @@ class Form:
     def _tools_of(self, row: Row) -> list[Any] | None:
         """The tools of a row: of their column, or those in one object with the messages. All must
         be equal."""
+        values = dict[str, Any]()  # of columns
         if self.tools and self.rendering == "chat":
-            given = [(self.tools, value_at(row, self.tools))]
-        else:
-            given = []
+            values[self.tools] = value_at(row, self.tools)
         for path in self.columns.values():
             # messages named by a dot (`input.messages`) have the tools beside them (`input.tools`)
             holder = path.removesuffix(".messages")
             if has_value(row, holder):
-                given.append((holder, tools_beside(value_at(row, holder))))
-        # most rows have none
-        given = [(column, value) for column, value in given if value is not None]
-        found = [(column, tools) for column, value in given if (tools := read_tools(value, column))]
-        for column, tools in found:
-            if tools != found[0][1]:
+                values[holder] = tools_beside(value_at(row, holder))
+        tools_of_row: list[Any] | None = None
+        for column, value in values.items():
+            if value is None:  # as in most rows
+                continue
+            tools = read_tools(value, column)
+            if tools and tools_of_row and tools != tools_of_row:
                 raise UserError(f"'{column}' describes other tools than the rest of the row")
-        return found[0][1] if found else None
+            tools_of_row = tools_of_row or tools
+        return tools_of_row
 
     def _variables_of(self, row: Row) -> dict[str, Any] | None:
         """The variables that a row has for the chat template; null is none, as in Arrow."""
@@ -283,9 +293,9 @@ class Form:
                     lost.setdefault(column, value)
         if not lost:
             return
-        told = [column for column in lost if column in _OF_PAIRS or column in TURNING]
-        is_sure = bool(told and self.advice.pairs)  # other flags may train pairs upside down
-        column = told[0] if is_sure else next(iter(lost))
+        of_pairs = [column for column in lost if column in _OF_PAIRS or column in TURNING]
+        is_sure = bool(of_pairs and self.advice.pairs)  # other flags may train pairs upside down
+        column = of_pairs[0] if is_sure else next(iter(lost))
         value = lost[column]
         flag = f"--ignore_columns {' '.join(lost)}"
         if column in _OF_PAIRS and self.advice.pairs:
@@ -294,11 +304,11 @@ class Form:
             way = f"{self.advice.pairs}; {flag} leaves out the column"
         else:
             way = f"{flag} leaves out the column"
-        rest = [repr(other) for other in lost if other != column]
-        others = f" (nor {', '.join(rest)})" if rest else ""
+        further_columns = [repr(name) for name in lost if name != column]
+        further = f" (nor {', '.join(further_columns)})" if further_columns else ""
         raise UnreadError(
             f"'{column}' holds content, {str(value)[:60]!r}, that the form {self.name} does not"
-            f" use{others}",
+            f" use{further}",
             way,
             list(lost),
             is_sure,
@@ -310,21 +320,29 @@ class Form:
         all of these but the rejected answer (the same as one text)."""
         if self._watched_columns.isdisjoint(row):
             return {}
-        there = [
-            name for name in self.watched if (name in row or "." in name) and has_value(row, name)
-        ]
-        held = {name: from_json(value_at(row, name)) for name in there}
-        held = {name: value for name, value in held.items() if is_content(name, value)}
-        filled = {
-            role: path for role, path in self.columns.items() if held and has_value(row, path)
-        }
-        used = {role: lines_of(from_json(value_at(row, path))) for role, path in filled.items()}
-        needed = [line for role, lines in used.items() if role != "rejected" for line in lines]
+        contents = dict[str, Any]()  # of columns that the form does not use
+        for name in self.watched:
+            if (name in row or "." in name) and has_value(row, name):
+                value = from_json(value_at(row, name))
+                if is_content(name, value):
+                    contents[name] = value
+        if not contents:
+            return {}
+        used_lines = list[str]()
+        needed_lines = list[str]()
+        for role, path in self.columns.items():
+            if has_value(row, path):
+                lines = lines_of(from_json(value_at(row, path)))
+                used_lines += lines
+                if role != "rejected":
+                    needed_lines += lines
+        if not needed_lines:
+            return {}
         lost = dict[str, Any]()
-        for column, value in held.items() if needed else ():
+        for column, value in contents.items():
             lines = lines_of(value)
-            is_copy = bool(lines) and all_in(lines, sum(used.values(), []))
-            if column in NO_COPIES or not (is_copy or all_in(needed, lines)):
+            is_copy = bool(lines) and all_in(lines, used_lines)
+            if column in NO_COPIES or not (is_copy or all_in(needed_lines, lines)):
                 lost[column] = value
         return lost
 
@@ -332,10 +350,8 @@ class Form:
 def check_flags_used(forms: Sequence[Form], flags: DataFlags) -> None:
     """Refuse flags that name a column of no data set."""
     named = [(flags.name_of(role), column) for role, column in flags.columns.items() if column]
-    for flag, column in [
-        *named,
-        *(("--ignore_columns", column) for column in flags.ignore_columns),
-    ]:
+    named += [("--ignore_columns", column) for column in flags.ignore_columns]
+    for flag, column in named:
         if forms and not any({column, column.split(".")[0]} & set(form.names) for form in forms):
             raise UserError(
                 f"{flag} {printable_line(column)}: no data set has such a column; {forms[0].about}"
@@ -346,16 +362,15 @@ def rows_made(function: str, row: Row) -> list[Row]:
     """The rows that a function of one's own makes of a row."""
     with running_own(f"{function} raised", function):
         # rewards get the row as it is
-        made = own_function("--data_format", function)(deepcopy(row))
-    if made is None:
+        returned = own_function("--data_format", function)(deepcopy(row))
+    rows = [returned]
+    if returned is None:
         rows = []
-    elif isinstance(made, list):
-        rows = made
-    else:
-        rows = [made]
-    if not all(isinstance(one, dict) for one in rows):
+    elif isinstance(returned, list):
+        rows = returned
+    if not all(isinstance(each, dict) for each in rows):
         raise UserError(
-            f"{function} must return a dict, a list of dicts or None, not {type(made).__name__}"
+            f"{function} must return a dict, a list of dicts or None, not {type(returned).__name__}"
         )
     return rows
 
@@ -363,19 +378,20 @@ def rows_made(function: str, row: Row) -> list[Row]:
 # Parts of a row
 
 
-def _example(prompt: Prompt, taken: list[Answer], labels: tuple[float, ...] = ()) -> Example:
+def _example(
+    prompt: Prompt, answers: list[JudgedAnswer], labels: tuple[float, ...] = ()
+) -> Example:
     """The example of an answer, or of a better and a worse one. `UserError` if one is empty, or
     both are equal."""
-    for one in taken:
-        if isinstance(one.value, str):
-            message = {"content": one.value}
-        else:
-            message = one.value
+    for answer in answers:
+        message = answer.value
+        if isinstance(message, str):
+            message = {"content": message}
         if not message["content"].strip() and "tool_calls" not in message:
-            raise UserError(f"{one.name if len(taken) == 2 else 'the answer'} is empty")
-    if len(taken) == 2 and taken[0].value == taken[1].value:
-        raise UserError(f"{taken[0].name} and {taken[1].name} are equal")
-    suffix = " and ".join(one.name for one in taken if one.name)
-    return Example(
-        prompt, [one.value for one in taken], suffix=suffix and f", {suffix}", labels=labels
-    )
+            name = answer.name if len(answers) == 2 else "the answer"
+            raise UserError(f"{name} is empty")
+    if len(answers) == 2 and answers[0].value == answers[1].value:
+        raise UserError(f"{answers[0].name} and {answers[1].name} are equal")
+    names = " and ".join(answer.name for answer in answers if answer.name)
+    suffix = f", {names}" if names else ""
+    return Example(prompt, [answer.value for answer in answers], suffix=suffix, labels=labels)

@@ -13,7 +13,7 @@ from typing import Any
 
 from dschat_ppo.config.data_flags import Use
 from dschat_ppo.data.examples import checked, number_of, value_at
-from dschat_ppo.data.form_readers import LABELS, Answer, Cells, Found
+from dschat_ppo.data.form_readers import LABELS, Cells, JudgedAnswer, PromptAndAnswers
 from dschat_ppo.data.verdicts import number_in
 from dschat_ppo.errors import UserError
 
@@ -22,7 +22,7 @@ _SHEPHERD_TAG = "ки"  # ends a step in Math-Shepherd
 _SHEPHERD_SIGNS = {"+": 1.0, "-": 0.0}
 
 
-def read_stepwise(cells: Cells, use: Use) -> Found:
+def read_stepwise(cells: Cells, use: Use) -> PromptAndAnswers:
     """A prompt, the steps of one answer, and a label for each (TRL's stepwise supervision), or the
     number of the first wrong step, from 0, and -1 if all are right (ProcessBench). Steps after the
     first wrong one have no label."""
@@ -32,8 +32,8 @@ def read_stepwise(cells: Cells, use: Use) -> Found:
     name = cells.called("response")
     column = cells.called("label")
     steps = cells.listed("response", "a list with an entry for each step")
-    for number, step in enumerate(steps, start=1):
-        checked(step, str, f"step {number} of {name}", "text")
+    for step_number, step in enumerate(steps, start=1):
+        checked(step, str, f"step {step_number} of {name}", "text")
     first_wrong = number_in(value_at(cells.row, cells.columns["label"]))
     if first_wrong is not None:
         if first_wrong not in range(-1, len(steps)):
@@ -42,14 +42,14 @@ def read_stepwise(cells: Cells, use: Use) -> Found:
                 " number of the first wrong step, from 0, or -1 if all are right"
             )
         if first_wrong == -1:
-            return prompt, [Answer(steps, (1.0,) * len(steps))]
+            return prompt, [JudgedAnswer(steps, (1.0,) * len(steps))]
         labels = [1.0] * int(first_wrong) + [0.0]
         labels += [math.nan] * (len(steps) - len(labels))
-        return prompt, [Answer(steps, tuple(labels))]
+        return prompt, [JudgedAnswer(steps, tuple(labels))]
     values = cells.listed("label", "a list with an entry for each step")
     if len(steps) != len(values):
         raise UserError(f"{name} has {len(steps)} steps, but {column} {len(values)}")
-    return prompt, [Answer(steps, _step_labels(values, column))]
+    return prompt, [JudgedAnswer(steps, _step_labels(values, column))]
 
 
 def _step_labels(values: list[Any], column: str) -> tuple[float, ...]:
@@ -68,7 +68,7 @@ def _step_labels(values: list[Any], column: str) -> tuple[float, ...]:
     return tuple(labels)
 
 
-def read_prm800k(cells: Cells, use: Use) -> Found:
+def read_prm800k(cells: Cells, use: Use) -> PromptAndAnswers:
     """A problem, and for each step several continuations with ratings (Lightman et al. 2023). The
     chosen continuations make one answer. Each other rated continuation makes an answer that ends
     with it, in which only that last step has a label. A neutral step counts as right, as in the
@@ -78,20 +78,19 @@ def read_prm800k(cells: Cells, use: Use) -> Found:
         return prompt, []
     path = list[str]()
     labels = list[float]()
-    others = list[Answer]()
-    for number, step in enumerate(cells.listed("response", "a list of steps"), start=1):
+    rejected = list[JudgedAnswer]()
+    for step_number, step in enumerate(cells.listed("response", "a list of steps"), start=1):
         try:
             options = [
                 (one["text"], _RATINGS[one.get("rating")]) for one in step.get("completions") or []
             ]
             chosen = step.get("chosen_completion")
             human = step.get("human_completion")
+            taken = None
             if chosen is not None:
                 taken = options[chosen]
             elif human:
                 taken = (human["text"], 1.0)
-            else:
-                taken = None
             if not all(isinstance(text, str) for text, _ in [*options, taken or ("", 1.0)]):
                 raise TypeError("'text' is no text")
         except (AttributeError, IndexError, KeyError, TypeError) as problem:
@@ -99,38 +98,35 @@ def read_prm800k(cells: Cells, use: Use) -> Found:
                 "completions with 'text' and 'rating' (-1, 0, 1 or null), and the number of the"
                 " chosen one"
             )
-            where = f"step {number} of {cells.called('response')}"
+            where = f"step {step_number} of {cells.called('response')}"
             raise UserError(
                 f"{where} is no step of PRM800K ({problem}); expected {expected}"
             ) from None
-        for place, (text, label) in enumerate(options):
-            if place != chosen and not math.isnan(label):
+        for index, (text, label) in enumerate(options):
+            if index != chosen and not math.isnan(label):
                 only_last = (*[math.nan] * len(path), label)
-                others.append(
-                    Answer([*path, text], only_last, f"step {number}, completion {place + 1}")
-                )
+                name = f"step {step_number}, completion {index + 1}"
+                rejected.append(JudgedAnswer([*path, text], only_last, name))
         if taken is None:
             break
         path.append(taken[0])
         labels.append(taken[1])
-    is_rated = any(not math.isnan(label) for label in labels)
-    return prompt, [
-        *([Answer(path, tuple(labels), "the chosen steps")] if is_rated else []),
-        *others,
-    ]
+    if all(math.isnan(label) for label in labels):
+        return prompt, rejected
+    return prompt, [JudgedAnswer(path, tuple(labels), "the chosen steps"), *rejected]
 
 
-def read_math_shepherd(cells: Cells, use: Use) -> Found:
+def read_math_shepherd(cells: Cells, use: Use) -> PromptAndAnswers:
     """A problem and its steps in one text, each step with a tag at its end; a second text has the
     labels in place of the tags, `+` or `-` (Wang et al. 2024)."""
     asked = cells.called("prompt")
-    prompt, found, rest = cells.text("prompt").partition("Step 1:")
-    if not found:
+    prompt, first_step, rest = cells.text("prompt").partition("Step 1:")
+    if not first_step:
         raise UserError(f"{asked} has no 'Step 1:'")
     prompt = prompt.rstrip() + ("" if cells.as_chat else "\n")
     if use == "prompt":
         return prompt, []
-    *steps, after = [step.strip() for step in (found + rest).split(_SHEPHERD_TAG)]
+    *steps, after = [step.strip() for step in (first_step + rest).split(_SHEPHERD_TAG)]
     if not steps or after:
         raise UserError(f"{asked} does not end each step with {_SHEPHERD_TAG!r}")
     signs = re.findall(r"([+-])\s*(?:\n|$)", cells.text("label"))  # at the end of each step's line
@@ -138,4 +134,4 @@ def read_math_shepherd(cells: Cells, use: Use) -> Found:
         raise UserError(
             f"{cells.called('label')} has {len(signs)} + or -, but {asked} {len(steps)} steps"
         )
-    return prompt, [Answer(steps, tuple(_SHEPHERD_SIGNS[sign] for sign in signs))]
+    return prompt, [JudgedAnswer(steps, tuple(_SHEPHERD_SIGNS[sign] for sign in signs))]

@@ -29,7 +29,7 @@ from dschat_ppo.data.encode import (
 )
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.form_kinds import Kind
-from dschat_ppo.data.form_readers import Answer
+from dschat_ppo.data.form_readers import JudgedAnswer
 from dschat_ppo.data.forms import Form
 from dschat_ppo.data.prepare import TokenPart, tokenised
 from dschat_ppo.data.rows import ORIGIN, ROW, Rows
@@ -250,7 +250,8 @@ def read(cells, use):
     if row["answers"] is None:
         raise UserError("'answers' is null")
     return row["prompt"], [
-        Answer(text, 1.0, f"answer {number}") for number, text in enumerate(row["answers"], start=1)
+        JudgedAnswer(text, 1.0, f"answer {number}")
+        for number, text in enumerate(row["answers"], start=1)
     ]
 
 
@@ -324,7 +325,9 @@ def test_digests_tell_rows_apart_by_their_final_content():
 def test_plain_text_has_its_first_token_as_prompt_and_blocks_count_their_own_tokens():
     form = replace(
         FORM,
-        kind=Kind("text", {}, (("sft", ""),), lambda cells, use: ("", [Answer(cells.row["text"])])),
+        kind=Kind(
+            "text", {}, (("sft", ""),), lambda cells, use: ("", [JudgedAnswer(cells.row["text"])])
+        ),
     )
     rows = batch([{"text": "abc"}, {"text": "a"}, {"text": ""}], form=form)
     texts = [TOKENIZER.decode([*row["prompt_ids"], 0, *row["answers"][0]]) for row in rows[:2]]
@@ -362,7 +365,7 @@ def test_a_teacher_reads_the_text_of_its_column_and_answers_of_the_data_stay_bes
     def ids(text):
         return TOKENIZER(text)["input_ids"]
 
-    raw, wide = {"more": "a longer one"}, [Answer("yes", 1.0, "answer")]
+    raw, wide = {"more": "a longer one"}, [JudgedAnswer("yes", 1.0, "answer")]
     [row] = rows(raw, "short", teacher_column="more")
     assert row["teacher_prompt_ids"] == ids("a longer one") and row["prompt_ids"] == ids("short")
     [row] = rows(raw, "short", wide, keeps_answers=True, limit=len(ids("short")))
@@ -409,7 +412,7 @@ def test_row_text_keeps_the_columns_and_adds_what_they_lack():
 
 def parts_of(
     rows: list[dict], train, held_out, tmp_path, workers=1
-) -> tuple[list[TokenPart], list[Part]]:
+) -> tuple[list[TokenPart], list[TokenPart]]:
     table = Dataset.from_list(
         [{ROW: json.dumps(row), ORIGIN: f"f, row {n + 1}"} for n, row in enumerate(rows)]
     )
@@ -424,7 +427,7 @@ def parts_of(
     return tokenised(parse_sources(["f"], "--data_path")[0], raw, settings(flags=flags), *numbers)
 
 
-def answers_of(part: Part) -> list[str]:
+def answers_of(part: TokenPart) -> list[str]:
     return [
         TOKENIZER.decode(ids[0]).removesuffix("<|end|>")
         for ids in part.rows.select(part.order)["answers"]
