@@ -34,7 +34,7 @@ from dschat_ppo.common.stop_requests import raise_if_stop_requested, reset
 from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.data.examples import SPLIT_SEED
 from dschat_ppo.data.form_choice import FIRST_ROWS
-from dschat_ppo.data.parts import Batch, Part, Row, read_part
+from dschat_ppo.data.parts import Batch, Part, Raw, Row, read_part
 from dschat_ppo.data.sources import Group, OpenSet
 from dschat_ppo.data.tokenise import (
     DOING,
@@ -61,8 +61,8 @@ START: Position = {"part": 0, "number": 0, "place": None}  # before the first ra
 
 
 @lru_cache(8)
-def places_of_step(share: tuple[int, int], block: int) -> frozenset[int]:
-    """The places in a block of `SPLIT_ROWS` raw rows that belong to a step: those from `share[0]`
+def offsets_of_step(share: tuple[int, int], block: int) -> frozenset[int]:
+    """The offsets in a block of `SPLIT_ROWS` raw rows that belong to a step: those from `share[0]`
     to `share[1]` of a random order, which every step and run sees alike."""
     order = torch.randperm(
         SPLIT_ROWS, generator=shared_generator(SPLIT_SEED, _SPLIT_USE, block)
@@ -74,18 +74,21 @@ def raw_batches(
     parts: Sequence[Part], share: tuple[int, int], position: Position = START
 ) -> Iterator[Batch]:
     """The raw rows of a step from `position` on; `place` is the position after them."""
-    number = position["number"]
-    place = position["place"]
-    for index in range(position["part"], len(parts)):
-        for batch in read_part(parts[index], place):
-            spots = (divmod(number + at, SPLIT_ROWS) for at in range(len(batch.rows)))
-            kept = [
-                at for at, (block, spot) in enumerate(spots) if spot in places_of_step(share, block)
-            ]
-            number += len(batch.rows)
-            after = {"part": index, "number": number, "place": batch.place}
-            yield Batch([batch.origins[at] for at in kept], [batch.rows[at] for at in kept], after)
-        place = None
+    row_index = position["number"]
+    place_in_part = position["place"]
+    for part_index in range(position["part"], len(parts)):
+        for batch in read_part(parts[part_index], place_in_part):
+            origins = list[str]()
+            rows = list[Raw]()
+            for origin, row in zip(batch.origins, batch.rows, strict=True):
+                block, offset = divmod(row_index, SPLIT_ROWS)
+                if offset in offsets_of_step(share, block):
+                    origins.append(origin)
+                    rows.append(row)
+                row_index += 1
+            after = {"part": part_index, "number": row_index, "place": batch.place}
+            yield Batch(origins, rows, after)
+        place_in_part = None
 
 
 # Token rows
@@ -146,9 +149,9 @@ class Reader:
                 self.counts += counts + Counter({READ: len(batch.rows)})
                 self.problem = self.problem or problem
             yield None
-            for number in range(used, len(rows)):
-                self.place = {"before": before, "used": number + 1}
-                yield rows[number]
+            for offset in range(used, len(rows)):
+                self.place = {"before": before, "used": offset + 1}
+                yield rows[offset]
             before = batch.place
             used = max(0, used - len(rows))
 
@@ -167,52 +170,66 @@ def chunks(
     far. `UserError` if a source has no further row, or `--bad_rows` refuses the bad rows of a
     chunk.
     """
-    readers = [
-        Reader(source, place) for source, place in zip(sources, position["sources"], strict=True)
-    ]
-    found = [reader.rows() for reader in readers]
+    readers = list[Reader]()
+    for source, place in zip(sources, position["sources"], strict=True):
+        readers.append(Reader(source, place))
+    token_rows = [reader.rows() for reader in readers]
+    weights = [source.weight for source in sources]
     taken = list(position["taken"])
     rows = list[Row]()
-    for number in range(first * CHUNK_ROWS, num_rows):
-        which = neediest([source.weight for source in sources], taken)
+    for row_index in range(first * CHUNK_ROWS, num_rows):
+        source_index = neediest(weights, taken)
         row = None
-        for row in found[which]:
+        for row in token_rows[source_index]:
             if row is not None:
                 break
             yield None
-        is_end = len(rows) + 1 == CHUNK_ROWS or number + 1 == num_rows or row is None
-        for one in readers if is_end else ():
-            refuse_bad(
-                one.source.name,
-                one.counts[UNUSABLE],
-                one.counts[READ],
-                one.source.bad_rows,
-                [one.problem],
-            )
-        if row is None:
-            if number:
-                way = (
-                    f"set --streaming_rows {number} or less (a run that has begun resumes from its"
-                    " newest checkpoint with this value and --resume_force True)"
-                )
-            else:
-                way = "--data_split leaves it none, or --truncation drops all"
-            has = f"{sources[which].name} has only {taken[which]} rows for this step"
-            raise UserError(f"--streaming_rows {num_rows}: {has}; {way}")
-        rows.append(row | {"source": which})
-        taken[which] += 1
+        is_end = len(rows) + 1 == CHUNK_ROWS or row_index + 1 == num_rows or row is None
         if is_end:
-            table = InMemoryTable(pa.Table.from_pylist(rows, features.arrow_schema))
-            after = {"sources": [one.place for one in readers], "taken": list(taken)}
-            counts = sum((one.counts for one in readers), Counter())
-            problems = [one.problem for one in readers]
-            yield Chunk(
-                Dataset(table, fingerprint=f"{number}"), after, counts, list(filter(None, problems))
-            )
+            _refuse_bad_rows(readers)
+        if row is None:
+            has = f"{sources[source_index].name} has only {taken[source_index]} rows for this step"
+            way = "--data_split leaves it none, or --truncation drops all"
+            if row_index:
+                way = (
+                    f"set --streaming_rows {row_index} or less (a run that has begun resumes from"
+                    " its newest checkpoint with this value and --resume_force True)"
+                )
+            raise UserError(f"--streaming_rows {num_rows}: {has}; {way}")
+        rows.append(row | {"source": source_index})
+        taken[source_index] += 1
+        if is_end:
+            yield _chunk(rows, row_index, features, readers, taken)
             rows = []
-            for one in readers:
-                one.counts = Counter()
-                one.problem = ""
+            for reader in readers:
+                reader.counts = Counter()
+                reader.problem = ""
+
+
+def _refuse_bad_rows(readers: Sequence[Reader]) -> None:
+    """`UserError` if `--bad_rows` does not accept the bad rows since the last chunk."""
+    for reader in readers:
+        source = reader.source
+        counts = reader.counts
+        refuse_bad(source.name, counts[UNUSABLE], counts[READ], source.bad_rows, [reader.problem])
+
+
+def _chunk(
+    rows: list[Row],
+    last_index: int,
+    features: Features,
+    readers: Sequence[Reader],
+    taken: Sequence[int],
+) -> Chunk:
+    """The chunk that ends with row `last_index` of the stream. `taken`: how many token rows of each
+    source are used up to there."""
+    table = InMemoryTable(pa.Table.from_pylist(rows, features.arrow_schema))
+    after = {"sources": [reader.place for reader in readers], "taken": list(taken)}
+    counts = Counter[str]()
+    for reader in readers:
+        counts += reader.counts
+    problems = [reader.problem for reader in readers if reader.problem]
+    return Chunk(Dataset(table, fingerprint=f"{last_index}"), after, counts, problems)
 
 
 def neediest(weights: Sequence[float], taken: Sequence[int]) -> int:
@@ -226,21 +243,23 @@ def neediest(weights: Sequence[float], taken: Sequence[int]) -> int:
 # What a rank sees
 
 
-def _send_chunks(made: Iterator[Chunk | None], pipe: Connection, of_rank: Connection) -> None:
-    """In the process: send what is made, and an error in place of what cannot be made. A chunk
+def _send_chunks(
+    chunks_of_stream: Iterator[Chunk | None], pipe: Connection, of_rank: Connection
+) -> None:
+    """In the process: send the chunks, and an error in place of one that cannot be made. A chunk
     waits in the pipe until the rank needs it. Signals that DeepSpeed's launcher sends to all
     descendants do not end the process: the rank still needs the rows of its last step. The end of
     the pipe does: the rank has ended, or reads from another place."""
     reset()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signal_number, signal.SIG_IGN)
     # the threads of the tokenizer do not survive a fork
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     of_rank.close()
     with pipe, suppress(BrokenPipeError):
         try:
-            for found in made:
-                pipe.send(found)
+            for chunk in chunks_of_stream:
+                pipe.send(chunk)
         except UserError as problem:
             pipe.send(problem)
     os._exit(0)  # without the handlers at the end of the rank
@@ -259,7 +278,8 @@ class StreamedRows:
         self.fingerprint = fingerprint
         self._num_rows = num_rows
         self.counts = Counter[str]()  # what was done with the raw rows of chunk 0
-        self._sources, self._features = sources, features
+        self._sources = sources
+        self._features = features
         self._positions = {0: start_of(sources)}  # before chunks
         self._chunks: dict[int, Dataset] = {}
         self._begin(0)
@@ -290,7 +310,7 @@ class StreamedRows:
             if self._next != chunk:
                 self._begin(chunk)
             self._chunks = {
-                number: self._chunks[number] for number in (0, chunk - 1) if number in self._chunks
+                index: rows for index, rows in self._chunks.items() if index in (0, chunk - 1)
             }
             while self._next <= chunk:
                 rows = self._receive(may_stop)
@@ -301,61 +321,60 @@ class StreamedRows:
 
     def _begin(self, chunk: int) -> None:
         """Let a process begin at a chunk, or at the last one before it whose position is known."""
-        self._next = max(number for number in self._positions if number <= chunk)
+        self._next = max(index for index in self._positions if index <= chunk)
         if self._next < chunk and dist.is_main():
             logger().warning(
                 "data: the checkpoint has no position of these rows after row"
                 f" {chunk * CHUNK_ROWS}, so they are read again from row {self._next * CHUNK_ROWS}"
             )
-        made = chunks(
-            self._sources, self._num_rows, self._features, self._next, self._positions[self._next]
-        )
-        self._pipe, inside = Pipe(duplex=False)
+        position = self._positions[self._next]
+        to_send = chunks(self._sources, self._num_rows, self._features, self._next, position)
+        self._pipe, sending_end = Pipe(duplex=False)
         self.process = get_context("fork").Process(
-            target=_send_chunks, args=(made, inside, self._pipe)
+            target=_send_chunks, args=(to_send, sending_end, self._pipe)
         )
         self.process.start()
-        inside.close()  # the end of the process ends the pipe
+        sending_end.close()  # the end of the process ends the pipe
         atexit.register(self.process.kill)  # before `multiprocessing` waits for it
 
     def _receive(self, may_stop: bool) -> Dataset:
         """The rows of the next chunk; what was done is logged. After a failure, another process
         begins."""
-        number = self._next
+        index = self._next
         self._next = -1
-        found = None
-        while found is None:  # a batch of raw rows is done
+        received: Chunk | UserError | None = None
+        while received is None:  # a batch of raw rows is done
             if may_stop:
                 raise_if_stop_requested(DOING)
             try:
-                found = self._pipe.recv()
+                received = self._pipe.recv()
             except (EOFError, OSError):
                 # or else the end of this rank ends it before its traceback is written
                 self.process.join(5)
-                what = (
+                raise UserError(
                     "the process that reads the stream has ended (its own message, if any, is"
-                    " above)"
-                )
-                way = "most often because memory ran out; run the same command again to resume"
-                raise UserError(f"{what}, {way}") from None
+                    " above), most often because memory ran out; run the same command again to"
+                    " resume"
+                ) from None
             heartbeat()
-        if isinstance(found, UserError):
-            raise found
-        first = number * CHUNK_ROWS
-        self._next = number + 1
-        if len(found.rows) == CHUNK_ROWS:
-            self._positions[self._next] = found.after
-        self.counts = self.counts if first else found.counts
+        if isinstance(received, UserError):
+            raise received
+        self._next = index + 1
+        if len(received.rows) == CHUNK_ROWS:
+            self._positions[self._next] = received.after
+        if index == 0:
+            self.counts = received.counts
         if dist.is_main():
-            done = ", ".join(f"{number} {what}" for what, number in found.counts.items())
+            first = index * CHUNK_ROWS
+            done = ", ".join(f"{count} {what}" for what, count in received.counts.items())
             done = done or "read together with the rows before"
             logger().info(
-                f"data: stream: rows {first + 1} to {first + len(found.rows)} of {self._num_rows}:"
-                f" {done}"
+                f"data: stream: rows {first + 1} to {first + len(received.rows)} of"
+                f" {self._num_rows}: {done}"
             )
-            for told in found.problems:
-                logger().warning(f"data: skipped: {told}")
-        return found.rows
+            for problem in received.problems:
+                logger().warning(f"data: skipped: {problem}")
+        return received.rows
 
 
 def rows_at_hand(rows: Dataset | StreamedRows) -> Dataset:
@@ -368,16 +387,17 @@ def rows_at_hand(rows: Dataset | StreamedRows) -> Dataset:
 # From the flags to a stream
 
 
-def first_rows(found: OpenSet, groups: Sequence[Group]) -> tuple[list[Part], list[Row]]:
+def first_rows(opened: OpenSet, groups: Sequence[Group]) -> tuple[list[Part], list[Row]]:
     """The parts of a data set whose training rows are streamed, in order, and its first rows that
     can be read. Refuses what needs all rows: a number of them, or a slice."""
-    source, [(names, cut), *others] = found.source, groups
+    source = opened.source
+    names, cut = groups[0]
     if source.samples is not None:
         way = "it does not go with --streaming; use a weight, as in NAME:0.5"
         raise UserError(f"{source.flag} {source.spec}: @ROWS needs all rows, so {way}")
-    if cut or others:
-        raise UserError(f"{found.what}: --streaming reads whole splits, not '{source.split}'")
-    parts = found.parts(names)
+    if cut or len(groups) > 1:
+        raise UserError(f"{opened.what}: --streaming reads whole splits, not '{source.split}'")
+    parts = opened.parts(names)
     first = list[Row]()
     reason = "the data set is empty"
     for batch in raw_batches(parts, ALL):
@@ -410,19 +430,24 @@ def start_stream(sources: list[StreamSource], step: StepData) -> StreamedRows:
 
 def tokens_of(batch: Batch, settings: TokeniseSettings) -> Tokens:
     """See `StreamSource.tokenise`."""
-    found = tokenise_batch(batch.rows, batch.origins, settings)
+    token_rows = tokenise_batch(batch.rows, batch.origins, settings)
     names = list(features_of(settings.step))
-    problems = [row["problem"] for row in found if row["fitted"] == Fitted.UNUSABLE]
-    made = [row for row in found if row["fitted"] != Fitted.UNUSABLE]
-    counts = Counter(Fitted(row["fitted"]).words for row in made)
-    counts += Counter(
-        {
-            NOTHING: len(batch.rows) - len({row["row_index"] for row in found}),
-            UNUSABLE: len(problems),
-        }
-    )
-    counts += Counter(
-        remark for row in made for remark in (row["remark"] or "").split("\n") if remark
-    )
-    kept = [{name: row[name] for name in names} for row in made if row["fitted"] != Fitted.DROPPED]
-    return kept, counts, problems[0] if problems else ""
+    rows_with_tokens = {token_row["row_index"] for token_row in token_rows}
+    counts = Counter[str]()
+    problems = list[str]()
+    rows_of_step = list[Row]()
+    for token_row in token_rows:
+        outcome = Fitted(token_row["fitted"])
+        if outcome == Fitted.UNUSABLE:
+            problems.append(token_row["problem"])
+            continue
+        counts[outcome.words] += 1
+        if outcome != Fitted.DROPPED:
+            rows_of_step.append({name: token_row[name] for name in names})
+    further = Counter({NOTHING: len(batch.rows) - len(rows_with_tokens), UNUSABLE: len(problems)})
+    for token_row in token_rows:
+        if token_row.get("remark"):
+            further.update(token_row["remark"].split("\n"))
+    first_problem = problems[0] if problems else ""
+    # a sum of counters leaves out what was never counted
+    return rows_of_step, counts + further, first_problem
