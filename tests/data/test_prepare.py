@@ -30,13 +30,11 @@ from dschat_ppo.common import atomic_files, stop_requests
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.config.data_flags import DataFlags, StepData
-from dschat_ppo.data import cache, encode, forms
-from dschat_ppo.data import prepare as data_prepare
+from dschat_ppo.data import cache, encode, forms, token_parts
 from dschat_ppo.data.cache import cached
 from dschat_ppo.data.examples import SPLIT_SEED
 from dschat_ppo.data.parts import FilePart
 from dschat_ppo.data.prepare import (
-    TokenPart,
     TokenRows,
     epoch_rows,
     hold_out,
@@ -46,6 +44,7 @@ from dschat_ppo.data.prepare import (
     text_blocks,
 )
 from dschat_ppo.data.sources import DataSource
+from dschat_ppo.data.token_parts import TokenPart
 from dschat_ppo.errors import StopRequested, UserError
 
 EOS = TOKENIZER.eos_token
@@ -341,7 +340,7 @@ def test_another_rank_reads_the_same_rows_from_the_cache(tmp_path, monkeypatch):
     flags = flags_for(tmp_path, f"{first}:2", f"{second}:3", data_split="1,1,0")
     rows = rows_for("sft", flags, eval_fraction=0.3)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(data_prepare, "tokenise_batch", None)
+    monkeypatch.setattr(token_parts, "tokenise_batch", None)
     again = rows_for("sft", flags, eval_fraction=0.3)
     assert (
         again.train.to_list() == rows.train.to_list()

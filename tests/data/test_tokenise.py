@@ -17,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from dschat_ppo.config.data_flags import DataFlags, StepData
-from dschat_ppo.data import encode, prepare
+from dschat_ppo.data import encode, token_parts
 from dschat_ppo.data.encode import (
     EncodedExample,
     encode_example,
@@ -31,10 +31,10 @@ from dschat_ppo.data.examples import Example
 from dschat_ppo.data.form_kinds import Kind
 from dschat_ppo.data.form_readers import JudgedAnswer
 from dschat_ppo.data.forms import Form
-from dschat_ppo.data.prepare import TokenPart, tokenised
 from dschat_ppo.data.rows import ORIGIN, ROW, Rows
 from dschat_ppo.data.sources import parse_sources
 from dschat_ppo.data.templates import turn_end
+from dschat_ppo.data.token_parts import TokenPart, tokenised
 from dschat_ppo.data.tokenise import Fitted, TokeniseSettings, fit, row_text, tokenise_batch
 from dschat_ppo.errors import UserError
 
@@ -448,7 +448,7 @@ def test_token_rows_follow_the_order_of_the_step(tmp_path):
 def test_several_processes_make_the_same_rows_and_bad_ones_stand_among_them(
     tmp_path, monkeypatch, said
 ):
-    monkeypatch.setattr(prepare, "BATCH_ROWS", 7)
+    monkeypatch.setattr(token_parts, "BATCH_ROWS", 7)
     rows, places = raw_rows(30), [20, 25, 29]
     for place in places:
         rows[place] = {"prompt": "p", "answers": None}
