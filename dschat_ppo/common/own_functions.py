@@ -23,7 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _LONGEST_TEXT = 500  # characters of an exception's text
 
 
-def named(flag: str, name: str, built_in: Mapping[str, Function]) -> Function:
+def function_named(flag: str, name: str, built_in: Mapping[str, Function]) -> Function:
     """The built-in function of this name, or the one of one's own that `FILE.py:FUNCTION` names;
     errors name `flag`."""
     if name in built_in:
@@ -37,7 +37,7 @@ def own_function(flag: str, name: str) -> Any:
     if not os.path.isfile(path):
         raise UserError(f"{flag} {name}: there is no file {path}")
     with running_own(f"{flag} {name}: cannot be loaded:", name):
-        return load(file_named(name), function)
+        return load_callable(file_named(name), function)
 
 
 @contextmanager
@@ -60,22 +60,22 @@ def own_files(*flags: tuple[str, str]) -> list[tuple[str, str]]:
     return [(flag, file_named(name)) for flag, name in flags if is_own_function(name)]
 
 
-def load(where: str, name: str) -> Callable[..., Any]:
+def load_callable(module_name: str, name: str) -> Callable[..., Any]:
     """The callable `name` of a file `*.py`, whose folder comes first in the search path, as if it
     were run, or of an importable module. Importing it may raise anything."""
-    if where.endswith(".py"):
-        module = _module_of(os.path.abspath(where))
+    if module_name.endswith(".py"):
+        module = _module_of(os.path.abspath(module_name))
     else:
-        module = importlib.import_module(where)
-    if not callable(function := getattr(module, name, None)):
-        own = [
+        module = importlib.import_module(module_name)
+    function = getattr(module, name, None)
+    if not callable(function):
+        defined_there = [
             key
             for key, value in vars(module).items()
             if getattr(value, "__module__", "") == module.__name__
         ]
-        raise TypeError(
-            f"{Path(where).name} has no function '{name}'; it has: {', '.join(own) or 'none'}"
-        )
+        names = ", ".join(defined_there) or "none"
+        raise TypeError(f"{Path(module_name).name} has no function '{name}'; it has: {names}")
     return function
 
 
@@ -94,15 +94,15 @@ def _module_of(file: str) -> ModuleType:
 def cause_of(problem: BaseException, file: str | None) -> str:
     """Type and text of an exception and the innermost line of `file` in its traceback, as one
     line."""
-    kind = type(problem).__name__
+    cause = type(problem).__name__
     text = printable_line(safe_text(str(problem))[:_LONGEST_TEXT])
+    if text:
+        cause += f": {text}"
     lines = [
-        number
-        for frame, number in traceback.walk_tb(problem.__traceback__)
+        line
+        for frame, line in traceback.walk_tb(problem.__traceback__)
         if frame.f_code.co_filename == file
     ]
     if lines:
-        place = f" ({printable_line(str(file))}:{lines[-1]})"
-    else:
-        place = ""
-    return (f"{kind}: {text}" if text else kind) + place
+        cause += f" ({printable_line(str(file))}:{lines[-1]})"
+    return cause

@@ -119,7 +119,7 @@ class EnvironmentFlags:
 
     @property
     def names(self) -> dict[str, Any]:
-        """The arguments of `episodes.environments.form_of`."""
+        """The arguments of `episodes.environment_forms.environment_form`."""
         return {
             "environment": self.environment,
             "tools": self.tools,

@@ -30,7 +30,8 @@ from dschat_ppo.common import ranks
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.own_functions import cause_of
 from dschat_ppo.common.processes import signal_when_parent_ends
-from dschat_ppo.episodes.environments import Form, Turn, form_of
+from dschat_ppo.episodes.environment_forms import environment_form
+from dschat_ppo.episodes.environments import EnvironmentForm, Turn
 from dschat_ppo.errors import attempt
 from dschat_ppo.rewards.worker_pool import (
     START_SECONDS,
@@ -65,7 +66,8 @@ class Episodes:
     """
 
     def __init__(self, names: Mapping[str, Any], seconds: float, most: int):
-        self.seconds, self.most = seconds, most
+        self.seconds = seconds
+        self.most = most
         self._control, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [
@@ -82,7 +84,7 @@ class Episodes:
             start_new_session=True,
         )
         theirs.close()
-        self._sockets = dict[int, socket.socket]()  # by number of the episode
+        self._sockets = dict[int, socket.socket]()  # by index of the episode
         self._groups = dict[int, int]()  # its process group
         self._waiting = deque[tuple[int, bytes]]()
         self._calls = dict[int, _Call]()
@@ -96,111 +98,125 @@ class Episodes:
                 self.tools: list[dict[str, Any]] = _value_of(file.readline())
         except (CallError, TimeoutError) as problem:
             self.close()
-            late = isinstance(problem, TimeoutError)
-            raise CallError(
-                f"was not imported within {START_SECONDS:g} s" if late else str(problem)
-            ) from None
+            cause = str(problem)
+            if isinstance(problem, TimeoutError):
+                cause = f"was not imported within {START_SECONDS:g} s"
+            raise CallError(cause) from None
 
     def start(
         self,
-        number: int,
+        episode_index: int,
         row: dict[str, Any],
         seed: int,
         prompt: str = "",
         messages: list[Any] | None = None,
     ) -> None:
-        """Begin episode `number`; its first turn comes by `poll`."""
+        """Begin an episode; its first turn comes by `poll`."""
         try:
             ours, theirs = socket.socketpair()
             with theirs:
                 socket.send_fds(self._control, [b"+"], [theirs.fileno()])
         except OSError as problem:
             self._require_server()
-            self._failed.append((number, CallError(f"could not be started ({problem.strerror})")))
+            self._failed.append(
+                (episode_index, CallError(f"could not be started ({problem.strerror})"))
+            )
             return
         ours.setblocking(False)
-        self._sockets[number] = ours
-        self._ask(number, ("reset", row, seed, prompt, messages))
+        self._sockets[episode_index] = ours
+        self._ask(episode_index, ("reset", row, seed, prompt, messages))
 
-    def step(self, number: int, action: dict[str, Any]) -> None:
+    def step(self, episode_index: int, action: dict[str, Any]) -> None:
         """Send the model's message to an episode; the turn that answers it comes by `poll`."""
-        self._ask(number, ("step", action))
+        self._ask(episode_index, ("step", action))
 
-    def finish(self, number: int) -> None:
+    def finish(self, episode_index: int) -> None:
         """Let an episode end; its last turn comes by `poll`."""
-        self._ask(number, ("finish",))
+        self._ask(episode_index, ("finish",))
 
-    def _ask(self, number: int, request: tuple[Any, ...]) -> None:
-        self._waiting.append((number, pickle.dumps(request)))
+    def _ask(self, episode_index: int, request: tuple[Any, ...]) -> None:
+        self._waiting.append((episode_index, pickle.dumps(request)))
         self._begin()
 
     def _begin(self) -> None:
+        """Let waiting calls begin, until as many run as may."""
         while self._waiting and len(self._calls) < self.most:
-            number, request = self._waiting.popleft()
-            self._calls[number] = _Call(memoryview(request), time.monotonic() + self.seconds)
-            self._selector.register(
-                self._sockets[number], selectors.EVENT_READ | selectors.EVENT_WRITE, number
-            )
+            episode_index, request = self._waiting.popleft()
+            end = time.monotonic() + self.seconds
+            self._calls[episode_index] = _Call(memoryview(request), end)
+            events = selectors.EVENT_READ | selectors.EVENT_WRITE
+            self._selector.register(self._sockets[episode_index], events, episode_index)
 
     def poll(self, seconds: float = 0.0) -> list[tuple[int, Turn | CallError]]:
         """The episodes that answered since the last call, with their turns. Waits up to `seconds`
         for the first one. An episode whose call failed, by an exception, its time, its process or
         an invalid reply, has ended."""
-        found, last = list[tuple[int, Turn | CallError]](self._failed), time.monotonic() + seconds
+        answers = list[tuple[int, Turn | CallError]](self._failed)
         self._failed.clear()
+        last = time.monotonic() + seconds
         while self._calls:
-            now = time.monotonic()
-            ends = min(call.end for call in self._calls.values())
-            for key, events in self._selector.select(
-                0 if found else max(0.0, min(ends, last, now + 1) - now)
-            ):
-                with suppress(BlockingIOError):
-                    if (turn := self._move(key.data, events)) is not None:
-                        found.append((key.data, turn))
-            now = time.monotonic()
-            late = [number for number, call in self._calls.items() if call.end <= now]
-            found += [
-                (n, self._fail(n, f"took longer than {self.seconds:g} s (--environment_timeout)"))
-                for n in late
-            ]
+            answers += self._exchange(0.0 if answers else last - time.monotonic())
+            answers += self._fail_late_calls()
             self._begin()
             heartbeat()
-            if found or now >= last:
+            if answers or time.monotonic() >= last:
                 break
-        return found
+        return answers
 
-    def _move(self, number: int, events: int) -> Turn | CallError | None:
+    def _exchange(self, seconds: float) -> list[tuple[int, Turn | CallError]]:
+        """Write and read what the sockets take and hold now, or within `seconds`, or one second, or
+        until a call is late; the calls that this ends."""
+        now = time.monotonic()
+        first_end = min(call.end for call in self._calls.values())
+        seconds = max(0.0, min(first_end - now, seconds, 1.0))
+        answers = list[tuple[int, Turn | CallError]]()
+        for key, events in self._selector.select(seconds):
+            with suppress(BlockingIOError):
+                turn = self._move(key.data, events)
+                if turn is not None:
+                    answers.append((key.data, turn))
+        return answers
+
+    def _fail_late_calls(self) -> list[tuple[int, Turn | CallError]]:
+        """End the episodes whose call takes too long."""
+        now = time.monotonic()
+        late = [index for index, call in self._calls.items() if call.end <= now]
+        cause = f"took longer than {self.seconds:g} s (--environment_timeout)"
+        return [(index, self._fail(index, cause)) for index in late]
+
+    def _move(self, episode_index: int, events: int) -> Turn | CallError | None:
         """Write and read what the socket of an episode takes and holds; its turn, once that is
         complete."""
-        call, ours = self._calls[number], self._sockets[number]
+        call = self._calls[episode_index]
+        ours = self._sockets[episode_index]
         try:
             if events & selectors.EVENT_WRITE:
                 call.unsent = call.unsent[ours.send(call.unsent) :]
                 if not call.unsent:
-                    self._selector.modify(ours, selectors.EVENT_READ, number)
+                    self._selector.modify(ours, selectors.EVENT_READ, episode_index)
             if events & selectors.EVENT_READ:
-                part = ours.recv(2**20)
-                if not part:
+                received = ours.recv(2**20)
+                if not received:
                     raise ConnectionResetError
-                call.reply += part
+                call.reply += received
         except (BrokenPipeError, ConnectionResetError):
             self._require_server()
-            return self._fail(number, ENDED + " (a crash, os._exit, or out of memory)")
+            return self._fail(episode_index, ENDED + " (a crash, os._exit, or out of memory)")
         # the first line of an episode is its process group
-        if number not in self._groups and b"\n" in call.reply:
+        if episode_index not in self._groups and b"\n" in call.reply:
             group, _, call.reply = call.reply.partition(b"\n")
-            self._groups[number] = int(group)
+            self._groups[episode_index] = int(group)
         if len(call.reply) > MOST_BYTES:
-            return self._fail(number, f"its reply is longer than {MOST_BYTES >> 20} MiB")
+            return self._fail(episode_index, f"its reply is longer than {MOST_BYTES >> 20} MiB")
         if not call.reply.endswith(b"\n"):
             return None
         try:
             turn = Turn(**_value_of(bytes(call.reply)))
         except CallError as problem:
-            return self._fail(number, str(problem))
+            return self._fail(episode_index, str(problem))
         except (TypeError, ValueError):
-            return self._fail(number, "its process sent an invalid reply")
-        self._end_call(number)
+            return self._fail(episode_index, "its process sent an invalid reply")
+        self._end_call(episode_index)
         return turn
 
     def _require_server(self) -> None:
@@ -215,42 +231,42 @@ class Episodes:
                 " to resume"
             )
 
-    def _end_call(self, number: int) -> None:
-        if self._calls.pop(number, None) is not None:
-            self._selector.unregister(self._sockets[number])
+    def _end_call(self, episode_index: int) -> None:
+        if self._calls.pop(episode_index, None) is not None:
+            self._selector.unregister(self._sockets[episode_index])
 
-    def _fail(self, number: int, cause: str) -> CallError:
-        self._end_call(number)
-        self._kill(number)
-        self.end(number)
+    def _fail(self, episode_index: int, cause: str) -> CallError:
+        self._end_call(episode_index)
+        self._kill(episode_index)
+        self.end(episode_index)
         return CallError(cause)
 
-    def _kill(self, number: int) -> None:
-        """Kill the processes of an episode that lives. The number of one that has ended may be
+    def _kill(self, episode_index: int) -> None:
+        """Kill the processes of an episode that lives. The id of one that has ended may be
         another's by now; the server kills what that one has started."""
-        group = self._groups.get(number)
+        group = self._groups.get(episode_index)
         lives = select.poll()
-        lives.register(self._sockets[number], 0)  # tells whether the other end is closed
+        lives.register(self._sockets[episode_index], 0)  # tells whether the other end is closed
         if group is not None and not lives.poll(0):
             with suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
 
-    def end(self, number: int) -> None:
+    def end(self, episode_index: int) -> None:
         """End the process of an episode that has answered."""
-        self._sockets.pop(number).close()
-        self._groups.pop(number, None)
+        self._sockets.pop(episode_index).close()
+        self._groups.pop(episode_index, None)
 
     def end_all(self) -> None:
         """End all episodes, also in the middle of a call."""
         self._waiting.clear()
         self._failed.clear()
-        for number, ours in self._sockets.items():
-            if number not in self._groups:
+        for episode_index, ours in self._sockets.items():
+            if episode_index not in self._groups:
                 ours.settimeout(1.0)
                 with suppress(OSError, ValueError):
-                    self._groups[number] = int(ours.recv(2**10).partition(b"\n")[0])
-        for number in list(self._sockets):
-            self._fail(number, "the rollout has ended")
+                    self._groups[episode_index] = int(ours.recv(2**10).partition(b"\n")[0])
+        for episode_index in list(self._sockets):
+            self._fail(episode_index, "the rollout has ended")
 
     def close(self) -> None:
         """End all episodes and the server."""
@@ -264,71 +280,95 @@ class Episodes:
 
 def _value_of(line: bytes) -> Any:
     """The value of a reply; `CallError` with the cause that it reports."""
+    if not line:
+        raise CallError(ENDED)
     try:
         [(kind, value)] = json.loads(line).items()
     except (ValueError, AttributeError):
-        raise CallError("its process sent an invalid reply" if line else ENDED) from None
+        raise CallError("its process sent an invalid reply") from None
     if kind == "error":
         raise CallError(str(value))
     return value
 
 
 def main(control: int, names: str) -> None:
-    """In the server: import the user's file, and fork an episode for each socket that arrives."""
+    """In the server: import the user's file, and fork an episode for each socket that arrives.
+
+    `control`: the socket to the trainer. `names`: the arguments of `environment_form`, as JSON.
+    """
     outlive_signals()
-    parent = socket.socket(fileno=control)
+    trainer = socket.socket(fileno=control)
     with attempt(also_exits=True) as tried:
-        given = json.loads(names)
-        form = form_of(**given)
+        flags = json.loads(names)
+        form = environment_form(**flags)
         if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
             raise RuntimeError(
                 "importing it starts CUDA, which forked processes cannot use; start it in reset"
             )
-    with parent.makefile("wb", buffering=0) as replies:
-        # a fork takes time for each page of its parent
-        if tried.problem is None and (process := os.fork()) == 0:
-            with attempt(also_exits=True) as tried:
-                _reply(replies, "value", form.tools)
-            if tried.problem is not None:
-                _reply(replies, "error", cause_of(tried.problem, None))
-            os._exit(0)
-        if tried.problem is not None:
-            return _reply(replies, "error", cause_of(tried.problem, None))
-        if os.waitpid(process, 0)[1]:
-            return None
-    file = given.get("agent") or (given.get("environment") or "").rpartition(":")[0]
-    own = os.path.abspath(file) if file else None
+    if tried.problem is not None:
+        with trainer.makefile("wb", buffering=0) as replies:
+            _send_reply(replies, "error", cause_of(tried.problem, None))
+        return
+    if not _describe_tools(form, trainer):
+        return
+    user_file = flags.get("agent") or (flags.get("environment") or "").rpartition(":")[0]
+    if user_file:
+        user_file = os.path.abspath(user_file)
     gc.freeze()  # so that a collection in an episode writes to none of the pages it shares
-    begun = set[int]()
-
-    def reap(*_: Any) -> None:
-        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        with suppress(ChildProcessError):  # there is none
-            while (ended := os.waitid(os.P_ALL, 0, how)) is not None:
-                with suppress(ProcessLookupError):  # what it has started; its number is still taken
-                    os.killpg(ended.si_pid, signal.SIGKILL)
-                os.waitpid(ended.si_pid, 0)
-                begun.discard(ended.si_pid)
-
-    signal.signal(signal.SIGCHLD, reap)
+    episodes = set[int]()  # process ids
+    signal.signal(signal.SIGCHLD, lambda *_: _reap_episodes(episodes))
     while True:
-        _, numbers, *_ = socket.recv_fds(parent, 1, 1)
-        if not numbers:  # the trainer has ended
-            for process in begun:
+        _, descriptors, *_ = socket.recv_fds(trainer, 1, 1)
+        if not descriptors:  # the trainer has ended
+            for process in episodes:
                 with suppress(ProcessLookupError):
                     os.killpg(process, signal.SIGKILL)  # with all that the environment has started
-            return None
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # until `begun` knows it
-        process = _fork_episode(form, parent, numbers[0], own)
+            return
+        # until `episodes` knows it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        process = _fork_episode(form, trainer, descriptors[0], user_file or None)
         if process > 0:
-            begun.add(process)
+            episodes.add(process)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-        os.close(numbers[0])
+        os.close(descriptors[0])
 
 
-def _fork_episode(form: Form, parent: socket.socket, number: int, own: str | None) -> int:
-    """The id of a new process, which runs one episode at the socket `number`; -1 if there can be
-    none: its episode finds the socket closed."""
+def _describe_tools(form: EnvironmentForm, trainer: socket.socket) -> bool:
+    """Send the JSON schemas of the tools to the trainer, or why there are none. Returns whether the
+    process that did it ended well. It is a fork, because describing functions imports transformers,
+    and every later fork takes time for each page of its parent."""
+    with trainer.makefile("wb", buffering=0) as replies:
+        process = os.fork()
+        if process == 0:
+            with attempt(also_exits=True) as tried:
+                _send_reply(replies, "value", form.tools)
+            if tried.problem is not None:
+                _send_reply(replies, "error", cause_of(tried.problem, None))
+            os._exit(0)
+    _, status = os.waitpid(process, 0)
+    return status == 0
+
+
+def _reap_episodes(episodes: set[int]) -> None:
+    """Forget the processes of episodes that have ended, and kill what they have started."""
+    how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    with suppress(ChildProcessError):  # there is none
+        while True:
+            ended = os.waitid(os.P_ALL, 0, how)
+            if ended is None:
+                return
+            with suppress(ProcessLookupError):  # its id is still taken
+                os.killpg(ended.si_pid, signal.SIGKILL)
+            os.waitpid(ended.si_pid, 0)
+            episodes.discard(ended.si_pid)
+
+
+def _fork_episode(
+    form: EnvironmentForm, trainer: socket.socket, descriptor: int, user_file: str | None
+) -> int:
+    """The id of a new process, which runs one episode at the socket `descriptor`; -1 if there can
+    be none: its episode finds the socket closed. `trainer`: the server's socket, which the process
+    closes. `user_file`: see `_serve_episode`."""
     try:
         process = os.fork()
     except OSError:
@@ -336,20 +376,21 @@ def _fork_episode(form: Form, parent: socket.socket, number: int, own: str | Non
     if process == 0:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-        parent.close()
+        trainer.close()
         # a stop of all processes leaves the episode alone
         os.register_at_fork(after_in_child=restore_signals)
         signal_when_parent_ends(signal.SIGKILL)
         os.setsid()
-        _serve(form, socket.socket(fileno=number), own)
+        _serve_episode(form, socket.socket(fileno=descriptor), user_file)
         os.killpg(0, signal.SIGKILL)  # with all that the environment has started
     return process
 
 
-def _serve(form: Form, trainer: socket.socket, own: str | None) -> None:
-    """Run one episode until the trainer closes its socket. Causes name the line of the file
-    `own`."""
-    process, environment = os.getpid(), None
+def _serve_episode(form: EnvironmentForm, trainer: socket.socket, user_file: str | None) -> None:
+    """Run one episode until the trainer closes its socket. Causes name the line of
+    `user_file`."""
+    process = os.getpid()
+    environment = None
     with trainer.makefile("rb") as requests, trainer.makefile("wb", buffering=0) as replies:
         replies.write(b"%d\n" % process)
         while True:
@@ -359,19 +400,17 @@ def _serve(form: Form, trainer: socket.socket, own: str | None) -> None:
                 break
             with attempt(also_exits=True) as tried:
                 environment = environment or form.make()
-                reply = (
-                    json.dumps({"value": asdict(getattr(environment, method)(*arguments))}).encode()
-                    + b"\n"
-                )
+                turn = getattr(environment, method)(*arguments)
+                reply = json.dumps({"value": asdict(turn)})
             if os.getpid() != process:  # a fork of the user's code returned
                 os._exit(1)
             if tried.problem is not None:
-                reply = json.dumps({"error": cause_of(tried.problem, own)}).encode() + b"\n"
+                reply = json.dumps({"error": cause_of(tried.problem, user_file)})
             try:
-                replies.write(reply)
+                replies.write(reply.encode() + b"\n")
             except OSError:
                 break
 
 
-def _reply(replies: socket.SocketIO, kind: str, value: Any) -> None:
+def _send_reply(replies: socket.SocketIO, kind: str, value: Any) -> None:
     replies.write(json.dumps({kind: value}).encode() + b"\n")

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dschat_ppo.checkpoint.store import JOURNAL, CheckpointFolder, checkpoint_name
+from dschat_ppo.checkpoint.store import JOURNAL, CheckpointFolder
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import (
     checksum,
@@ -35,6 +35,18 @@ from dschat_ppo.rewards.worker_pool import CallError
 SYNC_SECONDS = 0.05  # a power loss takes at most the answers of so long
 
 
+@dataclass(frozen=True)
+class RolloutKey:
+    """What the journal knows the episodes of a rollout by."""
+
+    step: int  # PPO step
+    rollout: str  # its name, one for each rollout of a step
+    first: int  # the number of episode 0 of this rank among those of all ranks
+
+
+FIRST_ROLLOUT = RolloutKey(step=0, rollout="", first=0)
+
+
 class Journal:
     """Answers by question, in a file for each PPO step and rank; a line for each. Every rank reads
     those of all."""
@@ -43,7 +55,8 @@ class Journal:
         self.checkpoints = CheckpointFolder(output)
         self.folder = self.checkpoints.root / JOURNAL  # goes with the checkpoints
         self.known = dict[str, Any]()  # of this step, from before this start
-        self._step, self._lines = -1, list[bytes]()
+        self._step = -1
+        self._lines = list[bytes]()
         self._path = self.folder
         self._synced = 0.0
 
@@ -53,64 +66,72 @@ class Journal:
         if step == self._step:
             return
         self.sync()
-        oldest = int(self._oldest_checkpoint(step).split("_")[1])
-        self._step, self.known, self._path = (
-            step,
-            {},
-            self.folder / f"step_{step:06d}_rank_{dist.rank()}.jsonl",
-        )
+        oldest_step = self._oldest_step(step)
+        self._step = step
+        self.known = {}
+        self._path = self.folder / f"step_{step:06d}_rank_{dist.rank()}.jsonl"
         with storage_errors(self.folder):
             make_folder(self.folder)
             for file in sorted(self.folder.glob("step_*.jsonl")):
-                number = int(file.name.split("_")[1])
-                if number == step:
-                    *lines, cut = file.read_bytes().split(b"\n")
-                    with reading(
-                        f"{file}: is damaged; remove it, and environments are asked again"
-                    ):
-                        for line in lines:
-                            self.known |= json.loads(line)
-                    if cut and file == self._path:
-                        with file.open("rb+") as opened:
-                            opened.truncate(sum(len(line) + 1 for line in lines))
-                elif number < oldest and dist.is_main():
+                step_of_file = int(file.name.split("_")[1])
+                if step_of_file == step:
+                    self._read(file)
+                elif step_of_file < oldest_step and dist.is_main():
                     file.unlink(missing_ok=True)
 
-    def _oldest_checkpoint(self, step: int) -> str:
-        """The name of the oldest checkpoint that a run resumes from by itself. The best one stays
-        for its model, and files since then would add up."""
-        names = self.checkpoints.names() or [checkpoint_name(step)]
-        best = self.checkpoints.best() if len(names) > 1 else None
-        return next(name for name in names if name != best)
+    def _oldest_step(self, step: int) -> int:
+        """The step of the oldest checkpoint that a run resumes from by itself; `step` if there is
+        none. The best one stays for its model, and files since then would add up."""
+        names = self.checkpoints.names()
+        if len(names) > 1:
+            best = self.checkpoints.best()
+            names = [name for name in names if name != best]
+        if not names:
+            return step
+        return int(names[0].split("_")[1])
+
+    def _read(self, file: Path) -> None:
+        """Read the answers in a file. A last line without its end was cut by a crash: this rank
+        removes it from its own file."""
+        *lines, cut_line = file.read_bytes().split(b"\n")
+        with reading(f"{file}: is damaged; remove it, and environments are asked again"):
+            for line in lines:
+                self.known |= json.loads(line)
+        if cut_line and file == self._path:
+            with file.open("rb+") as opened:
+                opened.truncate(sum(len(line) + 1 for line in lines))
 
     def add(self, question: str, turn: Turn | CallError) -> None:
         """Note an answer; `write` puts it into the file."""
-        answer = {"error": str(turn)} if isinstance(turn, CallError) else asdict(turn)
+        if isinstance(turn, CallError):
+            answer = {"error": str(turn)}
+        else:
+            answer = asdict(turn)
         self._lines.append(json.dumps({question: answer}).encode() + b"\n")
 
     def forget(self) -> None:
         """Remove the answers of this step, of all ranks, after the last one was written."""
         self._lines.clear()
-        for file in (
-            self.folder.glob(f"step_{self._step:06d}_rank_*.jsonl") if dist.is_main() else ()
-        ):
-            file.unlink(missing_ok=True)
+        if dist.is_main():
+            for file in self.folder.glob(f"step_{self._step:06d}_rank_*.jsonl"):
+                file.unlink(missing_ok=True)
 
     def write(self) -> None:
         """Write the new answers, where they survive the end of this process; and of the machine
         after a moment."""
-        if self._lines:
-            with storage_errors(self._path):
-                is_new = not self._path.exists()
-                with self._path.open("ab") as file:
-                    file.write(b"".join(self._lines))
-                    file.flush()
-                    self._lines.clear()
-                    if time.monotonic() >= self._synced + SYNC_SECONDS:
-                        sync_file(file.fileno())
-                        self._synced = time.monotonic()
-                if is_new:
-                    sync_entries(self.folder)
+        if not self._lines:
+            return
+        with storage_errors(self._path):
+            is_new = not self._path.exists()
+            with self._path.open("ab") as file:
+                file.write(b"".join(self._lines))
+                file.flush()
+                self._lines.clear()
+                if time.monotonic() >= self._synced + SYNC_SECONDS:
+                    sync_file(file.fileno())
+                    self._synced = time.monotonic()
+            if is_new:
+                sync_entries(self.folder)
 
     def sync(self) -> None:
         """Flush the file to the disk."""
@@ -121,7 +142,10 @@ class Journal:
 
 
 @dataclass(eq=False)
-class _Episode:
+class _JournalledEpisode:
+    """An episode that may answer from the journal, and what its process must hear once it has
+    one."""
+
     start: tuple[Any, ...]  # row, seed, prompt, messages
     # the last one: where it was asked, and a digest of all that the environment was told
     question: str
@@ -131,9 +155,11 @@ class _Episode:
     due: deque[tuple[Any, ...]] = field(default_factory=deque)
 
     def ask(self, *request: Any) -> None:
-        place, _, digest = self.question.rpartition(":")
+        """Let the question become the next one, whose digest is that of the last one and
+        `request`."""
+        asked_where, _, digest = self.question.rpartition(":")
         told = json.dumps([digest, *request], sort_keys=True, default=str).encode()
-        self.question = f"{place}:{hashlib.sha256(told).hexdigest()[:24]}"
+        self.question = f"{asked_where}:{hashlib.sha256(told).hexdigest()[:24]}"
 
 
 class JournalledEpisodes:
@@ -143,73 +169,96 @@ class JournalledEpisodes:
     def __init__(
         self, episodes: Episodes, journal: Journal, has_state: bool, files: Sequence[str] = ()
     ):
-        self.episodes, self.journal, self.has_state = episodes, journal, has_state
+        self.episodes = episodes
+        self.journal = journal
+        self.has_state = has_state
         self._files = "".join(checksum(Path(file))[:16] for file in files)
-        self._begun = dict[int, _Episode]()
-        self._answers = list[tuple[int, Turn | CallError]]()
-        self._place = ""
-        self._first = 0
+        self._begun = dict[int, _JournalledEpisode]()
+        self._answers = list[tuple[int, Turn | CallError]]()  # from the journal, for `poll`
+        self._key = FIRST_ROLLOUT
 
-    def begin(self, step: int, rollout: str, first: int) -> None:
-        """The episodes that start next are those of a rollout of PPO step `step`; `first`: the
-        number of episode 0 among those of all ranks."""
-        self.journal.begin(step)
-        self._place, self._first = rollout, first
+    def begin(self, key: RolloutKey) -> None:
+        """The episodes that start next are those of the rollout `key`."""
+        self.journal.begin(key.step)
+        self._key = key
 
-    def start(self, number: int, *start: Any) -> None:
-        self._begun[number] = _Episode(start, f"{self._place}/{self._first + number}:{self._files}")
-        self._ask(number, "reset", *start)
+    def start(self, episode_index: int, *start: Any) -> None:
+        """Begin an episode with a row, a seed, a prompt and messages; see `Episodes.start`."""
+        asked_where = f"{self._key.rollout}/{self._key.first + episode_index}"
+        self._begun[episode_index] = _JournalledEpisode(start, f"{asked_where}:{self._files}")
+        self._ask(episode_index, "reset", *start)
 
-    def step(self, number: int, action: dict[str, Any]) -> None:
-        self._ask(number, "step", action)
+    def step(self, episode_index: int, action: dict[str, Any]) -> None:
+        """Send the model's message to an episode."""
+        self._ask(episode_index, "step", action)
 
-    def finish(self, number: int) -> None:
-        self._ask(number, "finish")
+    def finish(self, episode_index: int) -> None:
+        """Let an episode end."""
+        self._ask(episode_index, "finish")
 
-    def _ask(self, number: int, *request: Any) -> None:
-        episode = self._begun[number]
+    def _ask(self, episode_index: int, *request: Any) -> None:
+        """Answer a request from the journal, or send it to the process of the episode. One without
+        a process gets it now, and hears all earlier requests first."""
+        episode = self._begun[episode_index]
         episode.ask(*request)
-        answer = None if episode.has_process else self.journal.known.get(episode.question)
+        is_reset = request[0] == "reset"
+        answer: dict[str, Any] | None = None
         if not self.has_state and request[0] != "step":
             # functions have nothing to begin or end: a process starts for the first call
             answer = {}
+        elif not episode.has_process:
+            answer = self.journal.known.get(episode.question)
         if answer is not None:
-            error = answer.get("error")
-            self._answers.append((number, Turn(**answer) if error is None else CallError(error)))
+            if answer.get("error") is not None:
+                self._answers.append((episode_index, CallError(answer["error"])))
+            else:
+                self._answers.append((episode_index, Turn(**answer)))
         elif episode.has_process:
-            self._send(number, *request)
+            self._send(episode_index, *request)
         else:
             episode.has_process = True
-            episode.due.extend(episode.requests if self.has_state else ())
-            episode.due.extend([request] if request[0] != "reset" else ())
-            self.episodes.start(number, *episode.start)
-        episode.requests += [request] if request[0] != "reset" else []
+            if self.has_state:
+                episode.due.extend(episode.requests)
+            if not is_reset:
+                episode.due.append(request)
+            self.episodes.start(episode_index, *episode.start)
+        if not is_reset:
+            episode.requests.append(request)
 
-    def _send(self, number: int, method: str, *arguments: Any) -> None:
-        getattr(self.episodes, method)(number, *arguments)
+    def _send(self, episode_index: int, method: str, *arguments: Any) -> None:
+        getattr(self.episodes, method)(episode_index, *arguments)
 
     def poll(self, seconds: float = 0.0) -> list[tuple[int, Turn | CallError]]:
-        found, self._answers = self._answers, []
-        for number, turn in self.episodes.poll(0.0 if found else seconds):
-            episode = self._begun[number]
-            if episode.due and not isinstance(turn, CallError):
-                self._send(number, *episode.due.popleft())
+        """The episodes that answered since the last call, with their turns; see `Episodes.poll`.
+        What a process answers goes into the journal."""
+        answers = self._answers
+        self._answers = []
+        if answers:
+            seconds = 0.0
+        for episode_index, turn in self.episodes.poll(seconds):
+            episode = self._begun[episode_index]
+            is_error = isinstance(turn, CallError)
+            if episode.due and not is_error:
+                self._send(episode_index, *episode.due.popleft())
                 continue
-            found.append((number, turn))
-            # as when the whole job is killed
-            if not (isinstance(turn, CallError) and str(turn).startswith(ENDED)):
+            answers.append((episode_index, turn))
+            # not that its process ended, which also happens when the whole job is killed
+            if not (is_error and str(turn).startswith(ENDED)):
                 self.journal.add(episode.question, turn)
         self.journal.write()
-        return found
+        return answers
 
-    def end(self, number: int) -> None:
-        if self._begun[number].has_process:
-            self.episodes.end(number)
+    def end(self, episode_index: int) -> None:
+        """End the process of an episode that has answered."""
+        if self._begun[episode_index].has_process:
+            self.episodes.end(episode_index)
 
     def end_all(self) -> None:
+        """End all episodes, also in the middle of a call."""
         self._answers.clear()
         self.episodes.end_all()
         self.journal.sync()
 
     def close(self) -> None:
+        """End the processes."""
         self.episodes.close()

@@ -38,13 +38,17 @@ class ObservationTokens:
         most: int,
         truncation: Truncation = "middle",
     ):
-        self.tokenizer, self.tools = tokenizer, list(tools)
-        self.most, self.truncation = most, truncation
+        self.tokenizer = tokenizer
+        self.tools = list(tools)
+        self.most = most
+        self.truncation = truncation
         self.before = turn_end(tokenizer).kept
         self.end = turn_end(tokenizer).token
         self.mark: str | None = None  # what begins an observation, if the template has such a mark
         if tokenizer.chat_template is not None:
-            role = "tool" if tools else "user"
+            role = "user"
+            if tools:
+                role = "tool"
             seen = self.between(
                 [{"role": role, "name": "f", "content": _SEEN}], _THOUGHT + "An answer."
             )
@@ -98,16 +102,23 @@ class ObservationTokens:
         variables: Variables | None = None,
     ) -> list[int]:
         """The tokens of a prompt with `said` at the end of its last message, as TRL has it."""
-        whole = "\n\n".join(filter(None, [messages[-1].get("content"), self._as_text(said)]))
-        last = {**messages[-1], "content": whole}
+        content = "\n\n".join(filter(None, [messages[-1].get("content"), self._as_text(said)]))
+        last = {**messages[-1], "content": content}
         return self._encoded(
             render(self.tokenizer, [*messages[:-1], last], True, [*tools] or None, variables)
         )
 
     def _cut(self, ids: list[int]) -> list[int]:
-        """At most `most` ids, without those at the place of the truncation."""
-        left = {"left": 0, "middle": self.most // 2, "right": self.most}[self.truncation]
-        return ids if len(ids) <= self.most else ids[:left] + ids[len(ids) - self.most + left :]
+        """At most `most` ids, without those where `truncation` cuts."""
+        if len(ids) <= self.most:
+            return ids
+        left, right = self._ends(ids)
+        return left + right
+
+    def _ends(self, ids: list[int]) -> tuple[list[int], list[int]]:
+        """What is left of too many ids: before the cut, and after it."""
+        count = {"left": 0, "middle": self.most // 2, "right": self.most}[self.truncation]
+        return ids[:count], ids[len(ids) - self.most + count :]
 
     def between(
         self,
@@ -116,24 +127,17 @@ class ObservationTokens:
         variables: Variables | None = None,
     ) -> str:
         """What the template writes between an answer and the next one, with `messages` between
-        them."""
-        messages = [
-            (
-                {"tool_call_id": f"call{number:05}", **message}
-                if message["role"] == "tool"
-                else message
-            )
-            for number, message in enumerate(messages)
-        ]
-        calls = [
-            {
-                "type": "function",
-                "id": message["tool_call_id"],
-                "function": {"name": message.get("name", "f"), "arguments": {}},
-            }
-            for message in messages
-            if message["role"] == "tool"
-        ]
+        them: the end of a conversation that has them, after the conversation before them."""
+        observations = list[Message]()
+        calls = list[dict[str, Any]]()
+        for index, message in enumerate(messages):
+            if message["role"] == "tool":
+                message = {"tool_call_id": f"call{index:05}", **message}
+                function = {"name": message.get("name", "f"), "arguments": {}}
+                calls.append(
+                    {"type": "function", "id": message["tool_call_id"], "function": function}
+                )
+            observations.append(message)
         before: list[Message] = [
             {"role": "user", "content": "A question."},
             {"role": "assistant", "content": answer},
@@ -142,36 +146,38 @@ class ObservationTokens:
             before[1]["tool_calls"] = calls
         end = turn_end(self.tokenizer)
         first = render(self.tokenizer, before, False, self.tools, variables)
-        first = first[: len(first) - len(end.dropped)] if first.endswith(end.dropped) else first
-        whole = render(self.tokenizer, [*before, *messages], True, self.tools, variables)
-        if not whole.startswith(first):
+        if first.endswith(end.dropped):
+            first = first[: len(first) - len(end.dropped)]
+        conversation = render(self.tokenizer, [*before, *observations], True, self.tools, variables)
+        if not conversation.startswith(first):
             raise UserError(
                 "the chat template renders a turn of the model differently once another message"
                 " follows (as one that drops its thinking), so an episode would not be what the"
                 " model sees later; take a template that keeps earlier turns (--chat_template)"
             )
-        return whole[len(first) :]
+        return conversation[len(first) :]
 
     def _as_text(self, content: str) -> str:
         """The content within its limit; the texts of added tokens in it are divided."""
         # characters that matter: a long text takes the tokenizer minutes
-        ends = _LONGEST * self.most
-        if len(content) > 2 * ends:
-            content = content[:ends] + content[-ends:]
+        characters = _LONGEST * self.most
+        if len(content) > 2 * characters:
+            content = content[:characters] + content[-characters:]
         ids = self._encoded(divided(self.tokenizer, content))
         if len(ids) > self.most:
-            left = {"left": 0, "middle": self.most // 2, "right": self.most}[self.truncation]
-            first, last = ids[:left], ids[len(ids) - self.most + left :]
-            content = " ... ".join(decoded(self.tokenizer, part) for part in (first, last)).strip()
+            left, right = self._ends(ids)
+            texts = [decoded(self.tokenizer, left), decoded(self.tokenizer, right)]
+            content = " ... ".join(texts).strip()
         return divided(self.tokenizer, content)
 
     def _encoded(self, text: str) -> list[int]:
-        parts = enumerate(text.split(SPLIT))
-        return [
-            number
-            for n, part in parts
-            for number in encode_after(self.tokenizer, "\n" if n else self.before, part)
-        ]
+        """The tokens of a text, each piece between marks of `divided` on its own."""
+        ids = list[int]()
+        before = self.before
+        for piece in text.split(SPLIT):
+            ids += encode_after(self.tokenizer, before, piece)
+            before = "\n"
+        return ids
 
 
 def _last_mark(text: str) -> str | None:
@@ -201,15 +207,22 @@ def observed_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str
 def _around(tokenizer: PreTrainedTokenizerBase, template: str) -> list[tuple[str, str]]:
     """What the template writes before and after the content of a tool, and of a user; the longer of
     the two first. Cached; `template` is an argument because a tokenizer can change."""
-    found = list[tuple[str, str]]()
+    surroundings = list[tuple[str, str]]()
     for role in ("tool", "user"):
         with suppress(UserError):  # a template that refuses such messages
             between = ObservationTokens(tokenizer, [], 1).between(
                 [{"role": role, "name": "f", "content": _SEEN}]
             )
-            before, _, after = (
-                str(tokenizer.decode(encode_after(tokenizer, "", part), skip_special_tokens=True))
-                for part in between.partition(_SEEN)
+            before, _, after = between.partition(_SEEN)
+            surroundings.append(
+                (
+                    _without_special(tokenizer, before).lstrip(),
+                    _without_special(tokenizer, after).rstrip(),
+                )
             )
-            found.append((before.lstrip(), after.rstrip()))
-    return sorted(found, key=lambda texts: -len(texts[0] + texts[1]))
+    return sorted(surroundings, key=lambda texts: -len(texts[0] + texts[1]))
+
+
+def _without_special(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """A text without special tokens."""
+    return str(tokenizer.decode(encode_after(tokenizer, "", text), skip_special_tokens=True))

@@ -26,10 +26,16 @@ from dschat_ppo.data.rendered import known_variables
 from dschat_ppo.data.templates import Variables
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.episode_processes import Episodes
-from dschat_ppo.episodes.journal import Journal, JournalledEpisodes
+from dschat_ppo.episodes.journal import FIRST_ROLLOUT, Journal, JournalledEpisodes, RolloutKey
 from dschat_ppo.episodes.observations import ObservationTokens
 from dschat_ppo.episodes.tool_calls import check_calls_read_back
-from dschat_ppo.episodes.turns import MALFORMED, WAIT_SECONDS, EpisodeTurns, Record, ends_in_thought
+from dschat_ppo.episodes.turns import (
+    MALFORMED,
+    WAIT_SECONDS,
+    EpisodeRecord,
+    EpisodeTurns,
+    ends_in_thought,
+)
 from dschat_ppo.errors import UserError, printable_line
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.rewards.reward_source import RewardRequest
@@ -62,8 +68,8 @@ def described_tools(
 
 
 class EpisodeRollouts:
-    """The environments of this rank. `tools`: JSON schemas for the chat template. `output`: the
-    folder of the run, for its journal; None: without one."""
+    """The environments of this rank. `longest`: tokens of a prompt. `output`: the folder of the
+    run, for its journal; None: without one. `tools`: JSON schemas for the chat template."""
 
     def __init__(
         self,
@@ -72,16 +78,16 @@ class EpisodeRollouts:
         longest: int,
         output: Path | None = None,
     ):
-        self.flags, self.tokenizer, self.longest = flags, tokenizer, longest  # tokens of a prompt
-        given = " ".join(
-            f"--{name} {value if isinstance(value, str) else ' '.join(value)}"
-            for name, value in flags.given.items()
-        )
+        self.flags = flags
+        self.tokenizer = tokenizer
+        self.longest = longest
+        self._flag_text = _as_written(flags)
         try:
             processes = Episodes(flags.names, flags.environment_timeout, flags.environment_workers)
         except CallError as problem:
-            raise UserError(f"{given}: cannot be used: {problem}") from None
-        self.tools, self.journalled = processes.tools, None
+            raise UserError(f"{self._flag_text}: cannot be used: {problem}") from None
+        self.tools = processes.tools
+        self.journalled = None
         if output is not None:
             self.journalled = JournalledEpisodes(
                 processes, Journal(output), flags.gives_reward, [path for _, path in flags.files]
@@ -90,7 +96,7 @@ class EpisodeRollouts:
         if self.tools and tokenizer.chat_template is None:
             self.close()
             raise UserError(
-                f"{given}: a chat template describes tools to the model; give one with"
+                f"{self._flag_text}: a chat template describes tools to the model; give one with"
                 " --chat_template"
             )
         try:
@@ -102,18 +108,19 @@ class EpisodeRollouts:
         except UserError as problem:
             self.close()
             raise UserError(
-                f"{given}, with the chat template (--chat_template): {problem}"
+                f"{self._flag_text}, with the chat template (--chat_template): {problem}"
             ) from None
         # (source, weight) of its rewards; tools alone score nothing
-        weight = flags.environment_reward_weight
-        self.reward_sources = [(EnvironmentReward(), weight)] if flags.gives_reward else []
-        self._numbers = list[dict[str, float]]()
-        # number of an episode -> its messages, of the last two rollouts: ReMax scores two together
+        self.reward_sources = list[tuple[EnvironmentReward, float]]()
+        if flags.gives_reward:
+            self.reward_sources.append((EnvironmentReward(), flags.environment_reward_weight))
+        self._metrics = list[dict[str, float]]()  # of each episode since the last `take_metrics`
+        # id of an episode -> its messages, of the last two rollouts: ReMax scores two together
         self.messages = dict[int, list[Message]]()
         self._last_messages = dict[int, list[Message]]()
         self._count = 0  # episodes so far
-        self._flags = given
-        self._has_told = self._has_counted = False
+        self._has_told = False  # of a failed tool call
+        self._has_counted = False  # the failures of the first rollout
 
     def begin(
         self,
@@ -122,60 +129,88 @@ class EpisodeRollouts:
         samples: int,
         seeds: Sequence[int],
         cancelled: Callable[[], bool],
-        step: int = 0,
-        rollout: str = "",
-        first: int = 0,
+        key: RolloutKey = FIRST_ROLLOUT,
     ) -> tuple[PromptBatch, EpisodeTurns]:
-        """Begin `samples` episodes of each of the token rows at `indices`; those of one row get its
-        seed. The journal knows them by the PPO step, the name of the rollout and their numbers,
-        which start at `first`. The prompts: one for each row, or for each episode if some of a row
-        begin in different ways. An episode that does not begin has its plain prompt and no turns;
-        if none of any rank begins, that is a `UserError`. Collective."""
-        data = rows[list(indices)]
-        of_rows: list[Row] = [json.loads(text) for text in data["row"]]
-        count = len(indices) * samples
+        """Begin the episodes of a rollout. Collective.
+
+        Args:
+            rows: token rows of prompts with their data rows as JSON; those at `indices` are played.
+            samples: episodes of each row; they get the row's seed, one of `seeds`.
+            cancelled: once it returns True, this rank stops waiting for environments.
+            key: what the journal knows the episodes by.
+
+        Returns:
+            The prompts, one for each row, or for each episode if some of a row begin in different
+            ways; and the turns of the episodes. An episode that does not begin has its plain prompt
+            and no turns; if none of any rank begins, that is a `UserError`.
+        """
+        token_rows = rows[list(indices)]
+        data_rows: list[Row] = [json.loads(text) for text in token_rows["row"]]
         if self.journalled is not None:
-            self.journalled.begin(step, rollout, first)
-        for number in range(count):
-            place = number // samples
-            row = {key: value for key, value in of_rows[place].items() if not key.startswith("_")}
-            messages = of_rows[place].get(MESSAGES)
-            text = str(
-                self.tokenizer.decode(
-                    data["prompt_ids"][place], skip_special_tokens=messages is None
-                )
+            self.journalled.begin(key)
+        openings = self._openings(token_rows["prompt_ids"], data_rows, samples, seeds, cancelled)
+        prompts = list[list[int]]()
+        records = list[EpisodeRecord]()
+        for episode in range(len(indices) * samples):
+            index = episode // samples
+            opening = openings.get(episode, CallError("did not begin"))
+            prompt_ids, record = self._begun(
+                token_rows["prompt_ids"][index], data_rows[index], opening
             )
-            self.episodes.start(number, row, seeds[place] & 0x7FFFFFFF, text, messages)
-        openings = dict[int, Turn | CallError]()
-        while len(openings) < count and not cancelled():
-            openings |= dict(self.episodes.poll(WAIT_SECONDS))
-        prompts, records = list[list[int]](), list[Record]()
-        for number in range(count):
-            ids, row = data["prompt_ids"][number // samples], of_rows[number // samples]
-            variables = known_variables(self.tokenizer, row.get(VARIABLES), row.get(TOOLS))
-            record = Record(variables=variables)
-            try:
-                opening = openings.get(number, CallError("did not begin"))
-                ids = self._prompt(ids, row, opening, variables)
-            except (CallError, UserError) as problem:
-                record.problem = str(problem)
-            record.is_opened = ends_in_thought(self.tokenizer, ids)
-            prompts.append(ids)
+            prompts.append(prompt_ids)
             records.append(record)
-        problems = sum(dist.gather_objects([record.problem for record in records]), list[str]())
+        problems = _problems_of_all_ranks(records)
         if all(problems) and not any(dist.gather_objects(cancelled())):
             self._forget()
-            raise UserError(f"{self._flags}: no episode begins: {problems[0]}")
-        leaders = prompts[::samples]
-        alike = all(prompt == leaders[number // samples] for number, prompt in enumerate(prompts))
-        begun = leaders if alike else prompts
+            raise UserError(f"{self._flag_text}: no episode begins: {problems[0]}")
+        prompts_of_rows = prompts[::samples]
+        if all(prompt == prompts_of_rows[i // samples] for i, prompt in enumerate(prompts)):
+            prompts = prompts_of_rows
+        dataset = Dataset.from_dict({"prompt_ids": prompts})
+        batch = collate_prompts(dataset, range(len(prompts)), filler_id(self.tokenizer))
         turns = EpisodeTurns(
             self.episodes, self.observations, self.tokenizer, self.flags.max_turns, records
         )
-        batch = collate_prompts(
-            Dataset.from_dict({"prompt_ids": begun}), range(len(begun)), filler_id(self.tokenizer)
-        )
         return batch, turns
+
+    def _openings(
+        self,
+        prompts: list[list[int]],
+        data_rows: list[Row],
+        samples: int,
+        seeds: Sequence[int],
+        cancelled: Callable[[], bool],
+    ) -> dict[int, Turn | CallError]:
+        """Start `samples` episodes of each row and wait for what their environments say first. They
+        get the row without the columns that data preparation adds, and its prompt as text."""
+        count = len(data_rows) * samples
+        for episode in range(count):
+            index = episode // samples
+            data_row = data_rows[index]
+            row = {name: value for name, value in data_row.items() if not name.startswith("_")}
+            messages = data_row.get(MESSAGES)
+            prompt = str(
+                self.tokenizer.decode(prompts[index], skip_special_tokens=messages is None)
+            )
+            self.episodes.start(episode, row, seeds[index] & 0x7FFFFFFF, prompt, messages)
+        openings = dict[int, Turn | CallError]()
+        while len(openings) < count and not cancelled():
+            openings |= dict(self.episodes.poll(WAIT_SECONDS))
+        return openings
+
+    def _begun(
+        self, prompt_ids: list[int], data_row: Row, opening: Turn | CallError
+    ) -> tuple[list[int], EpisodeRecord]:
+        """The prompt of an episode that has begun, and its record. One that could not begin has
+        the plain prompt and a record with the problem."""
+        variables = known_variables(self.tokenizer, data_row.get(VARIABLES), data_row.get(TOOLS))
+        record = EpisodeRecord(variables=variables)
+        try:
+            prompt_ids = self._prompt(prompt_ids, data_row, opening, variables)
+        except (CallError, UserError) as problem:
+            record.problem = str(problem)
+        record.is_opened = ends_in_thought(self.tokenizer, prompt_ids)
+        return prompt_ids, record
 
     def _prompt(
         self,
@@ -211,57 +246,57 @@ class EpisodeRollouts:
         if not cancelled:
             turns.finish()
         self.episodes.end_all()
-        rewards = torch.zeros_like(rollout.rollout_logprobs)
-        for row, record in enumerate(turns.records if not cancelled else ()):
-            for end, reward in zip(record.ends, record.rewards, strict=True):
-                rewards[row, end] = reward
-            if counts:
-                chosen = rollout.response_ids[row][rollout.response_mask[row]].tolist()
-                self._numbers.append(
-                    {
-                        **record.numbers,
-                        "invented_observations": self.observations.invented(chosen),
-                        "turns": len(record.ends),
-                        "failed_calls": record.failed_calls,
-                        "failures": bool(record.problem),
-                    }
-                )
+        turn_rewards = torch.zeros_like(rollout.rollout_logprobs)  # (B, R)
+        if not cancelled:
+            for row, record in enumerate(turns.records):
+                for end, reward in zip(record.ends, record.rewards, strict=True):
+                    turn_rewards[row, end] = reward
+                if counts:
+                    chosen_ids = rollout.response_ids[row][rollout.response_mask[row]].tolist()
+                    self._metrics.append(self._metrics_of(record, chosen_ids))
         self._tell(turns.records)
         if not self._has_counted and not any(dist.gather_objects(cancelled)):
             self._has_counted = True
-            problems = sum(
-                dist.gather_objects([record.problem for record in turns.records]), list[str]()
-            )
+            problems = _problems_of_all_ranks(turns.records)
             if all(problems):
                 self._forget()
                 raise UserError(
-                    f"{self._flags}: all environments of the first rollout failed: {problems[0]}"
+                    f"{self._flag_text}: all environments of the first rollout failed:"
+                    f" {problems[0]}"
                 )
         failed = [bool(record.problem) for record in turns.records]
-        numbers = range(self._count, self._count + len(turns.records))
-        self._count = numbers.stop
-        said = {
-            number: [{key: message[key] for key in message if key != "text"} for message in episode]
-            for number, episode in zip(
-                numbers, (record.messages for record in turns.records), strict=True
-            )
+        episode_ids = range(self._count, self._count + len(turns.records))
+        self._count = episode_ids.stop
+        messages = {
+            episode_id: _without_full_texts(record.messages)
+            for episode_id, record in zip(episode_ids, turns.records, strict=True)
         }
-        self.messages = self._last_messages | said
-        self._last_messages = said
+        self.messages = self._last_messages | messages
+        self._last_messages = messages
         return replace(
             rollout,
             episode_lengths=rollout.response_lengths,
-            turn_rewards=rewards,
-            failed=torch.tensor(failed, device=rewards.device),
-            episodes=torch.tensor(list(numbers), device=rewards.device),
+            turn_rewards=turn_rewards,
+            failed=torch.tensor(failed, device=turn_rewards.device),
+            episodes=torch.tensor(list(episode_ids), device=turn_rewards.device),
         )
+
+    def _metrics_of(self, record: EpisodeRecord, chosen_ids: list[int]) -> dict[str, float]:
+        """The metrics of an episode: of its environment, and of the tokens that the model chose."""
+        return {
+            **record.metrics,
+            "invented_observations": self.observations.invented(chosen_ids),
+            "turns": len(record.ends),
+            "failed_calls": record.failed_calls,
+            "failures": bool(record.problem),
+        }
 
     def _forget(self) -> None:
         """Let the next start ask again what failed."""
         if self.journalled is not None:
             self.journalled.journal.forget()
 
-    def _tell(self, records: Sequence[Record]) -> None:
+    def _tell(self, records: Sequence[EpisodeRecord]) -> None:
         """Print why environments failed, and, once in a run, how a tool did."""
         causes: defaultdict[str, list[int]] = defaultdict(list)
         for row, record in enumerate(records):
@@ -270,7 +305,7 @@ class EpisodeRollouts:
         for cause, rows in list(causes.items())[:MOST_WARNINGS]:
             print_line(
                 f"warning: rank {dist.rank()}: {len(rows)} of {len(records)} environments"
-                f" ({self._flags}) failed, which ended their episodes (row {rows[0]} first):"
+                f" ({self._flag_text}) failed, which ended their episodes (row {rows[0]} first):"
                 f" {cause}"
             )
         if len(causes) > MOST_WARNINGS:
@@ -298,18 +333,46 @@ class EpisodeRollouts:
     def take_metrics(self) -> dict[str, float]:
         """Means over the episodes of all ranks since the last call, of what they have.
         Collective."""
-        found: defaultdict[str, list[float]] = defaultdict(list)
-        for numbers in (
-            numbers for of_rank in dist.gather_objects(self._numbers) for numbers in of_rank
-        ):
-            for name, number in numbers.items():
-                found[name].append(float(number))
-        self._numbers.clear()
+        columns: defaultdict[str, list[float]] = defaultdict(list)
+        for metrics_of_rank in dist.gather_objects(self._metrics):
+            for metrics in metrics_of_rank:
+                for name, value in metrics.items():
+                    columns[name].append(float(value))
+        self._metrics.clear()
         return {
             f"episode/{name}": math.fsum(values) / len(values)
-            for name, values in sorted(found.items())
+            for name, values in sorted(columns.items())
         }
 
     def close(self) -> None:
         """End the processes."""
         self.episodes.close()
+
+
+def _as_written(flags: EnvironmentFlags) -> str:
+    """The flags of environments as in a command line, for messages."""
+    texts = list[str]()
+    for name, value in flags.given.items():
+        if isinstance(value, str):
+            texts.append(f"--{name} {value}")
+        else:
+            texts.append(f"--{name} {' '.join(value)}")
+    return " ".join(texts)
+
+
+def _problems_of_all_ranks(records: Sequence[EpisodeRecord]) -> list[str]:
+    """Why each episode failed, "" for those that did not. Collective."""
+    problems = list[str]()
+    for problems_of_rank in dist.gather_objects([record.problem for record in records]):
+        problems += problems_of_rank
+    return problems
+
+
+def _without_full_texts(messages: Sequence[Message]) -> list[Message]:
+    """Copies of messages without `text`, which repeats the thoughts for environments."""
+    copies = list[Message]()
+    for message in messages:
+        copy = dict(message)
+        copy.pop("text", None)
+        copies.append(copy)
+    return copies

@@ -18,14 +18,15 @@ from dschat_ppo.types import Rollout
 
 
 def turns_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[list[dict[str, Any]]]:
-    """The parts of each row that has observations; [] of the others.
+    """The sections of each row that has observations; [] of the others.
 
-    A part has a `text` and a `role`: "model" for what the model says, "call" for its tool calls,
-    "environment" for what came back. The last part of an action has its `reward`, if the rollout
+    A section has a `text` and a `role`: "model" for what the model says, "call" for its tool calls,
+    "environment" for what came back. The last section of an action has its `reward`, if the rollout
     has rewards of turns.
     """
-    found = list[list[dict[str, Any]]]()
-    lengths, chosen = rollout.response_lengths.tolist(), rollout.response_mask.tolist()
+    sections_of_rows = list[list[dict[str, Any]]]()
+    lengths = rollout.response_lengths.tolist()
+    chosen = rollout.response_mask.tolist()
     rewards: list[Any] = [None] * len(lengths)
     if rollout.turn_rewards is not None:
         rewards = rollout.turn_rewards.tolist()
@@ -38,36 +39,42 @@ def turns_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[list[
         strict=True,
     )
     for prompt, ids, mask, length, rewards_of_row in rows:
-        parts = list[dict[str, Any]]()
-        before, end = prompt, 0
-        for is_action, tokens in groupby(mask[: 0 if all(mask[:length]) else length]):
-            start, end = end, end + len(list(tokens))
+        sections = list[dict[str, Any]]()
+        sections_of_rows.append(sections)
+        if all(mask[:length]):
+            continue  # the model chose all tokens: there is no observation
+        before = prompt
+        end = 0
+        for is_action, tokens in groupby(mask[:length]):
+            start = end
+            end = start + len(list(tokens))
             if is_action:
-                parts += _action_parts(tokenizer, ids[start:end], before)
+                sections += _action_sections(tokenizer, ids[start:end], before)
+                if rewards_of_row is not None:
+                    sections[-1]["reward"] = rewards_of_row[end - 1]
             else:
                 seen = observed_text(tokenizer, ids[start:end])
-                parts.append({"role": "environment", "text": seen})
+                sections.append({"role": "environment", "text": seen})
             before = ids[start:end]
-            if is_action and rewards_of_row is not None:
-                parts[-1]["reward"] = rewards_of_row[end - 1]
-        found.append(parts)
-    return found
+    return sections_of_rows
 
 
-def _action_parts(
+def _action_sections(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], before: list[int]
 ) -> list[dict[str, Any]]:
     """What an action says, and its calls; `before`: the tokens that precede it."""
     text, _ = without_final(tokenizer, decoded(tokenizer, ids))
     said, called = said_and_called(text, ends_in_thought(tokenizer, before))
-    parts = list[dict[str, Any]]()
+    sections = list[dict[str, Any]]()
     if said or not called:
-        parts.append({"role": "model", "text": said})
+        sections.append({"role": "model", "text": said})
     if called:
-        parts.append({"role": "call", "text": called})
-    return parts
+        sections.append({"role": "call", "text": called})
+    return sections
 
 
-def heading(part: Mapping[str, Any]) -> str:
-    """Role and reward of a part of `turns_of`."""
-    return part["role"] + (f", reward {part['reward']:.3f}" if "reward" in part else "")
+def heading(section: Mapping[str, Any]) -> str:
+    """Role and reward of a section of `turns_of`."""
+    if "reward" in section:
+        return f"{section['role']}, reward {section['reward']:.3f}"
+    return str(section["role"])

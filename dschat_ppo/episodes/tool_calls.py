@@ -88,13 +88,14 @@ def check_calls_read_back(tokenizer: PreTrainedTokenizerBase, tools: list[Any]) 
     answer: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
     check_calls(tokenizer, [ask], answer, tools)
     opening = without_open_thought(render(tokenizer, [ask], open_answer=True, tools=tools))
-    whole = render(tokenizer, [ask, answer], open_answer=False, tools=tools)
-    turn = whole[len(commonprefix([opening, whole])) :].removesuffix(turn_end(tokenizer).dropped)
+    conversation = render(tokenizer, [ask, answer], open_answer=False, tools=tools)
+    start = len(commonprefix([opening, conversation]))
+    turn = conversation[start:].removesuffix(turn_end(tokenizer).dropped)
     text, _ = without_final(tokenizer, turn)
     problem = "no call is found in it"
     try:
-        for found in parse_action(tokenizer, text, tools).get("tool_calls") or ():
-            read = found["function"]
+        for read_call in parse_action(tokenizer, text, tools).get("tool_calls") or ():
+            read = read_call["function"]
             problem = f"it is read as {read['name']} {json.dumps(read['arguments'])}"
             if (read["name"], read["arguments"]) == (schema["name"], arguments):
                 return
@@ -156,11 +157,15 @@ def _bare_calls(text: str, tools: list[Any]) -> list[dict[str, Any]]:
         value = json.loads(text)
     except (ValueError, RecursionError):
         named = _BARE_NAME.match(text)
-        return _calls_of(text, tools) if named is not None and named[1] in names else []
+        if named is not None and named[1] in names:
+            return _calls_of(text, tools)
+        return []
     name = value.get("name")
     has_arguments = "arguments" in value or "parameters" in value
     is_call = isinstance(name, str) and (has_arguments or name in names)
-    return _calls_of(text, tools) if is_call else []
+    if is_call:
+        return _calls_of(text, tools)
+    return []
 
 
 def _shallow(value: Any, levels: int = DEEPEST) -> Any:
@@ -182,45 +187,46 @@ def _calls_of(text: str, tools: list[Any]) -> list[dict[str, Any]]:
     """The calls of one mark, as in transformers' chats."""
     if _TAGS.fullmatch(text) is not None:
         return _tagged_calls(text, tools)
-    if (named := _NAMED.fullmatch(text)) is not None:
-        return [_call(named[1], _json(named[3]), named[2])]
-    found = _json(text)
+    named = _NAMED.fullmatch(text)
+    if named is not None:
+        return [_call_message(named[1], _json(named[3]), named[2])]
+    calls_as_json = _json(text)
+    if not isinstance(calls_as_json, list):
+        calls_as_json = [calls_as_json]
     calls = []
-    for call in found if isinstance(found, list) else [found]:
+    for call in calls_as_json:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise MalformedCallError('a tool call is a JSON object with "name" and "arguments"')
-        calls.append(
-            _call(call["name"], call.get("arguments", call.get("parameters")), call.get("id"))
-        )
+        arguments = call.get("arguments", call.get("parameters"))
+        calls.append(_call_message(call["name"], arguments, call.get("id")))
     return calls
 
 
 def _tagged_calls(text: str, tools: list[Any]) -> list[dict[str, Any]]:
     """The calls in Qwen3-Coder's tags. A value is JSON where it is JSON, unless the schema of the
     tool says that it is a string: the template writes strings without quotes."""
-    types = {
+    types_of_tools = {
         schema.get("name"): _argument_types(schema)
         for schema in functions_of([{"tool_calls": tools}])
     }
     calls = []
     for name, body in _FUNCTION.findall(text):
-        known = types.get(name, {})
-        arguments = {
-            argument: value if known.get(argument) == "string" else _value(value)
-            for argument, value in _PARAMETER.findall(body)
-        }
-        calls.append(_call(name, arguments))
+        types = types_of_tools.get(name, {})
+        arguments = dict[str, Any]()
+        for argument, value in _PARAMETER.findall(body):
+            arguments[argument] = value
+            if types.get(argument) != "string":
+                arguments[argument] = _value(value)
+        calls.append(_call_message(name, arguments))
     return calls
 
 
-def _call(name: str, arguments: Any, number: Any = None) -> dict[str, Any]:
-    """A call; `number`: the id by which the model names it."""
-    known = {"id": str(number)} if number else {}
-    return {
-        "type": "function",
-        **known,
-        "function": {"name": name, "arguments": _arguments(arguments)},
-    }
+def _call_message(name: str, arguments: Any, call_id: Any = None) -> dict[str, Any]:
+    """A call as in transformers' chats; `call_id`: the id by which the model names it."""
+    function = {"name": name, "arguments": _arguments(arguments)}
+    if call_id:
+        return {"type": "function", "id": str(call_id), "function": function}
+    return {"type": "function", "function": function}
 
 
 def _json(text: str) -> Any:
@@ -230,11 +236,15 @@ def _json(text: str) -> Any:
         raise MalformedCallError(f"the tool call is not valid JSON ({problem})") from None
 
 
-def _arguments(found: Any) -> dict[str, Any]:
-    found = _json(found) if isinstance(found, str) else {} if found is None else found
-    if not isinstance(found, dict):
+def _arguments(arguments: Any) -> dict[str, Any]:
+    """The arguments of a call as a dict: they may be JSON in a text, or missing."""
+    if arguments is None:
+        return {}
+    if isinstance(arguments, str):
+        arguments = _json(arguments)
+    if not isinstance(arguments, dict):
         raise MalformedCallError('"arguments" of a tool call is a JSON object')
-    return found
+    return arguments
 
 
 def _value(text: str) -> Any:

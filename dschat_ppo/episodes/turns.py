@@ -68,13 +68,13 @@ def ends_in_thought(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> b
 
 
 @dataclass
-class Record:
+class EpisodeRecord:
     """One episode. Response tokens are numbered from 0."""
 
     messages: list[Message] = field(default_factory=list)  # actions and observations
     ends: list[int] = field(default_factory=list)  # the last token of each action
     rewards: list[float] = field(default_factory=list)  # of each action
-    numbers: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)  # that its environment logs
     failed_calls: int = 0
     problem: str = ""  # why its environment could not go on; "" if it did not fail
     variables: dict[str, Any] | None = None  # of its row, for the chat template
@@ -96,7 +96,7 @@ class EpisodeTurns:
         observations: ObservationTokens,
         tokenizer: PreTrainedTokenizerBase,
         most: int,
-        records: Sequence[Record],
+        records: Sequence[EpisodeRecord],
     ):
         self.episodes = episodes
         self.observations = observations
@@ -104,36 +104,37 @@ class EpisodeTurns:
         self.most = most
         self.records = records
         self._answers = list[tuple[int, Turn | CallError]]()  # that no environment was asked for
-        self._finishing = set[int]()
-        # without a process
-        self.gone = {number for number, record in enumerate(records) if record.problem}
+        self._finishing = set[int]()  # sequences whose last turn has not come
+        # sequences without a process
+        self.gone = {sequence for sequence, record in enumerate(records) if record.problem}
         self._last = dict[int, int]()  # the last token of the last action of a sequence
 
     def end_turn(self, sequence: int, ids: list[int], end: int) -> None:
         """The model has ended an action of tokens `ids`, the last of which is response token
         `end`."""
-        record, tools = self._begun(sequence, end), self.observations.tools
+        record = self._note_action(sequence, end)
         if sequence in self.gone:
             self._answers.append((sequence, CallError(record.problem)))
             return
         self._last[sequence] = ids[-1]
-        action, answer = read_action(self.tokenizer, ids, tools, record.is_opened)
+        action, answer = read_action(self.tokenizer, ids, self.observations.tools, record.is_opened)
         record.messages.append(action)
-        if answer is not None:
-            self._answers.append((sequence, answer))
-        else:
+        if answer is None:
             self.episodes.step(sequence, action)
+        else:
+            self._answers.append((sequence, answer))
 
     def cut(self, sequence: int, end: int) -> None:
         """A limit has ended the episode in the middle of an action."""
-        self._begun(sequence, end)
+        self._note_action(sequence, end)
         self._finish(sequence)
 
     def stop(self, sequence: int) -> None:
         """A limit has ended the episode after an observation."""
         self._finish(sequence)
 
-    def _begun(self, sequence: int, end: int) -> Record:
+    def _note_action(self, sequence: int, end: int) -> EpisodeRecord:
+        """The record of a sequence, with one more action, which ends at response token `end`."""
         record = self.records[sequence]
         record.ends.append(end)
         record.rewards.append(0.0)
@@ -147,53 +148,61 @@ class EpisodeTurns:
     def observed(self, wait: bool) -> list[tuple[int, list[int]]]:
         """The sequences whose environments have answered, with the tokens of the observation; [] if
         the episode has ended. With `wait`, for a second until there is one."""
-        found = list[tuple[int, list[int]]]()
-        answers, self._answers = self._answers, []
-        answers += self.episodes.poll(WAIT_SECONDS if wait and not answers else 0.0)
+        answers = self._answers
+        self._answers = []
+        seconds = 0.0
+        if wait and not answers:
+            seconds = WAIT_SECONDS
+        answers += self.episodes.poll(seconds)
+        observations = list[tuple[int, list[int]]]()
         for sequence, turn in answers:
-            self._read(sequence, turn, found)
-        return found
+            tokens = self._observation_of(sequence, turn)
+            if tokens is not None:
+                observations.append((sequence, tokens))
+        return observations
 
-    def _read(
-        self, sequence: int, turn: Turn | CallError, found: list[tuple[int, list[int]]]
-    ) -> None:
-        """Note the answer of an environment, and what the engine does with it in `found`."""
-        record, is_last = self.records[sequence], sequence in self._finishing
+    def _observation_of(self, sequence: int, turn: Turn | CallError) -> list[int] | None:
+        """Note the answer of an environment. Returns the tokens of the observation; [] if the
+        episode ends now; None if it had ended, and this was its last answer."""
+        record = self.records[sequence]
+        is_last = sequence in self._finishing
+        self._finishing.discard(sequence)
         if isinstance(turn, CallError):  # its process has ended
             record.problem = str(turn)
             self.gone.add(sequence)
-            self._finishing.discard(sequence)
-            if not is_last:
-                found.append((sequence, []))
-            return
-        if sum(map(abs, record.rewards)) + abs(turn.reward) <= LARGEST:
-            record.rewards[-1] += turn.reward
-        else:
-            record.problem = "its rewards add up to more than fp32 holds"
-        record.numbers |= turn.numbers
-        record.failed_calls += turn.failed_calls
+            return None if is_last else []
+        self._note_turn(record, turn)
         if is_last:
-            self._finishing.discard(sequence)
             self.episodes.end(sequence)
-            return
-        record.messages += turn.messages or (
-            [{"role": "user", "content": turn.text}] if turn.text else []
-        )
+            return None
+        if turn.messages:
+            record.messages += turn.messages
+        elif turn.text:
+            record.messages.append({"role": "user", "content": turn.text})
         tokens = list[int]()
         if not turn.done and len(record.ends) < self.most:
             try:
-                last = self._last.get(sequence)
-                tokens = self.observations(turn, last, record.variables)
+                tokens = self.observations(turn, self._last.get(sequence), record.variables)
             except UserError as problem:  # of the template or the tokenizer; other ranks go on
                 record.problem = f"answered what cannot be rendered: {problem}"
         if tokens:
             record.is_opened = ends_in_thought(self.tokenizer, tokens)
         else:
             self._finish(sequence)
-        found.append((sequence, tokens))
+        return tokens
+
+    @staticmethod
+    def _note_turn(record: EpisodeRecord, turn: Turn) -> None:
+        """Add the reward of a turn to that of the last action, and what it logs."""
+        if sum(map(abs, record.rewards)) + abs(turn.reward) <= LARGEST:
+            record.rewards[-1] += turn.reward
+        else:
+            record.problem = "its rewards add up to more than fp32 holds"
+        record.metrics |= turn.metrics
+        record.failed_calls += turn.failed_calls
 
     def finish(self) -> None:
         """Wait for the last rewards of all episodes, which have ended."""
         while self._finishing:
             for sequence, turn in self.episodes.poll(WAIT_SECONDS):
-                self._read(sequence, turn, [])
+                self._observation_of(sequence, turn)

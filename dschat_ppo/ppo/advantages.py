@@ -31,7 +31,7 @@ from dschat_ppo.algorithms.correction import (
 )
 from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.checkpoint.manager import load_saved
-from dschat_ppo.common.own_functions import named
+from dschat_ppo.common.own_functions import function_named
 from dschat_ppo.common.phases import block
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
@@ -89,7 +89,9 @@ class AdvantageComputation:
         self.flags = flags
         self.distill_coef = distill_coef
         self.source_weights = list(source_weights)
-        self.estimate = named("--advantage_estimator", flags.advantage_estimator, ESTIMATORS)
+        self.estimate = function_named(
+            "--advantage_estimator", flags.advantage_estimator, ESTIMATORS
+        )
         self.score_clip = score_clip
         self.to_go_weight = to_go_weight
         self.warmup_rollouts = warmup_rollouts

@@ -18,6 +18,7 @@ from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.data.batches import collate_prompts, right_padded
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.engine.tensor_parallel import TensorParallel
+from dschat_ppo.episodes.journal import RolloutKey
 from dschat_ppo.episodes.rollouts import EpisodeRollouts
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.ppo.generation_settings import generation_config
@@ -127,8 +128,9 @@ class RolloutSampler:
             # one seed for each prompt: its episodes begin alike
             seeds = row_seeds(first // config.samples, len(indices), self.seed, *path).tolist()
             name = "/".join(str(part) for part in (purpose, *path))
+            key = RolloutKey(step, name, first)
             batch, turns = self.episodes.begin(
-                prompts, indices, config.samples, seeds, cancelled, step, name, first
+                prompts, indices, config.samples, seeds, cancelled, key
             )
             seeds_of_rows = row_seeds(first, len(indices) * config.samples, self.seed, *path)
             # some environments begin in several ways: then each row has a prompt of its own

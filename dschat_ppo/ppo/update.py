@@ -27,7 +27,7 @@ from dschat_ppo.algorithms.correction import off_policy_rows
 from dschat_ppo.algorithms.kl import kl_k3, kl_loss
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.own_functions import named
+from dschat_ppo.common.own_functions import function_named
 from dschat_ppo.common.phases import PhaseClock, block
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.ppo_config import PPOConfig
@@ -100,7 +100,7 @@ class ActorLoss:
         # without an estimator the loss of the teachers is the only one, unless they are in the
         # advantages
         self.has_policy_loss = flags.advantage_estimator != "none" or self.teachers is None
-        self.policy_loss = named("--policy_loss", flags.policy_loss, POLICY_LOSSES)
+        self.policy_loss = function_named("--policy_loss", flags.policy_loss, POLICY_LOSSES)
         self.settings = PolicyLossSettings(
             clip_eps_low=flags.clip_eps if flags.clip_eps_low is None else flags.clip_eps_low,
             clip_eps_high=flags.clip_eps if flags.clip_eps_high is None else flags.clip_eps_high,

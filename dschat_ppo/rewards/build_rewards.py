@@ -17,7 +17,8 @@ from dschat_ppo.rewards.remote_reward import RemoteReward, usable_urls
 from dschat_ppo.rewards.reward_source import DATA_SOURCE, RewardMixture, RewardSource, is_routed_to
 from dschat_ppo.rewards.sandbox import Limits, isolation
 
-MOST_ROWS, MOST_SHOWN = 2000, 8
+MOST_ROWS = 2000  # that `check_routes` reads
+MOST_NAMED = 8  # data sources that a message lists
 
 
 CheckedFunction = tuple[FunctionSpec, Signature]
@@ -59,8 +60,8 @@ def check_columns(functions: Sequence[CheckedFunction], flag: str, rows: Sequenc
             if spec.rule is not None and TRUTH in row:
                 missing.discard("answer")
         if missing and columns:
-            shown = [name for name in columns if not name.startswith("_")]
-            _refuse_missing(spec, flag, min(missing), shown)
+            columns_of_data = [name for name in columns if not name.startswith("_")]
+            _refuse_missing(spec, flag, min(missing), columns_of_data)
 
 
 def _refuse_missing(spec: FunctionSpec, flag: str, name: str, columns: Sequence[str]) -> NoReturn:
@@ -76,9 +77,9 @@ def _refuse_missing(spec: FunctionSpec, flag: str, name: str, columns: Sequence[
         remedy = "give the rows this column"
     if name == "answer" and spec.rule is not None:
         remedy = "name the column of the correct answer with --answer_column"
-    for other in ("answer", "ground_truth"):
-        if {name, other} == {"answer", "ground_truth"} and other in columns:
-            remedy = f"--answer_column {other} passes the column '{other}' under both names"
+    alias = {"answer": "ground_truth", "ground_truth": "answer"}.get(name)
+    if alias in columns:
+        remedy = f"--answer_column {alias} passes the column '{alias}' under both names"
     raise UserError(
         f"{spec}: no row of {flag} has a column '{name}' for its argument, which has no default;"
         f" the columns are: {', '.join(columns)}; {remedy}"
@@ -93,18 +94,18 @@ def check_sandbox(flags: RewardSourceFlags, specs: Sequence[FunctionSpec]) -> No
         return
     name = str(sandboxed[0])
     try:
-        found = isolation()
+        available = isolation()
     except RuntimeError as problem:
         raise UserError(f"{name}: the sandbox cannot start: {problem}") from None
-    if not found.bwrap:
+    if not available.bwrap:
         if not flags.allow_weak_sandbox:
             raise UserError(
-                f"{name}: {found.missing}. docs/rewards.md says what it needs (apt-get install"
+                f"{name}: {available.missing}. docs/rewards.md says what it needs (apt-get install"
                 " bubblewrap, and the permission to create namespaces), or accept this with"
                 " --allow_weak_sandbox"
             )
         deny_access_to_memory()
-        logger().warning(f"{name}: {found.missing} (docs/rewards.md)")
+        logger().warning(f"{name}: {available.missing} (docs/rewards.md)")
     for spec in sandboxed:  # a program that uses up its time must score 0, not get the default
         wall = float(dict(spec.settings).get("wall_seconds", Limits.wall_seconds))
         if wall >= flags.reward_timeout:
@@ -131,29 +132,35 @@ def check_routes(
     """
     specs = map(parse_function, flags.reward_function)
     routes: list[tuple[str, Sequence[str]]] = [(str(spec), spec.sources) for spec in specs]
-    routes += [("--reward_model_sources", flags.reward_model_sources)] * flags.use_reward_model
-    routes += [("--remote_reward_sources", flags.remote_reward_sources)] * bool(flags.remote_urls)
+    if flags.use_reward_model:
+        routes.append(("--reward_model_sources", flags.reward_model_sources))
+    if flags.remote_urls:
+        routes.append(("--remote_reward_sources", flags.remote_reward_sources))
     routes += others
     if not any(sources for _, sources in routes):
         return
     count = min(len(rows), MOST_ROWS)
-    found = {
-        str(json.loads(rows[number * len(rows) // count]).get(DATA_SOURCE))
-        for number in range(count)
-    }
-    shown = ", ".join(sorted(found)[:MOST_SHOWN]) + (", ..." if len(found) > MOST_SHOWN else "")
-    for flag, source in [
-        (flag, source) for flag, sources in routes for source in sources if source not in found
-    ]:
-        if are_all_rows and len(rows) <= MOST_ROWS:
-            raise UserError(
-                f"{flag}: no training prompt has the data source '{source}'; there are: {shown}"
-            )
-        if source not in names:
-            logger().warning(
-                f"{flag}: none of {count} training prompts has the data source '{source}', but:"
-                f" {shown}"
-            )
+    sources_of_data = set[str]()
+    for index in range(count):
+        row = json.loads(rows[index * len(rows) // count])
+        sources_of_data.add(str(row.get(DATA_SOURCE)))
+    listed = ", ".join(sorted(sources_of_data)[:MOST_NAMED])
+    if len(sources_of_data) > MOST_NAMED:
+        listed += ", ..."
+    for flag, sources in routes:
+        for source in sources:
+            if source in sources_of_data:
+                continue
+            if are_all_rows and len(rows) <= MOST_ROWS:
+                raise UserError(
+                    f"{flag}: no training prompt has the data source '{source}'; there are:"
+                    f" {listed}"
+                )
+            if source not in names:
+                logger().warning(
+                    f"{flag}: none of {count} training prompts has the data source '{source}', but:"
+                    f" {listed}"
+                )
 
 
 def build_sources(

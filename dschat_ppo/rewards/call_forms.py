@@ -44,7 +44,7 @@ _READABLE = (*TEXTS, "turns")  # arguments of these names, if no column has the 
 
 
 @dataclass(frozen=True)
-class Answer:
+class ResponseToScore:
     """One response to score; `row`: columns of its data row; `token_ids`: to its end, if the
     function takes them."""
 
@@ -63,8 +63,8 @@ class CallForm:
     description: str
     per_row: bool  # gets single values and returns one score, rather than lists and a list
     marks: tuple[str, ...]  # parameter names that only functions of this form have
-    # argument -> its value for an answer; they take precedence over columns
-    texts: dict[str, Callable[[Answer], Any]]
+    # argument -> its value for a response; they take precedence over columns
+    texts: dict[str, Callable[[ResponseToScore], Any]]
     # argument -> the column that it is, if it is named otherwise
     columns: dict[str, str] = field(default_factory=dict)
     of_call: tuple[str, ...] = ()  # arguments with one value for a call
@@ -73,11 +73,16 @@ class CallForm:
     only_needed: bool = False  # columns reach only parameters without a default, and no `**kwargs`
 
 
-PROMPT, RESPONSE, TOKEN_IDS = map(attrgetter, ("prompt", "response", "token_ids"))
+PROMPT = attrgetter("prompt")
+RESPONSE = attrgetter("response")
+TOKEN_IDS = attrgetter("token_ids")
 
 
-def _messages(answer: Answer) -> Any:
-    return answer.prompt if answer.row.get(MESSAGES) is None else answer.row[MESSAGES]
+def _prompt_messages(response: ResponseToScore) -> Any:
+    """The prompt's messages in chat data, or else its text."""
+    if response.row.get(MESSAGES) is None:
+        return response.prompt
+    return response.row[MESSAGES]
 
 
 class Completion(list[dict[str, Any]]):
@@ -106,16 +111,17 @@ class Completion(list[dict[str, Any]]):
             )
 
 
-def _reply(answer: Answer) -> Any:
-    if answer.is_text or answer.row.get(MESSAGES) is None:
-        return answer.response
-    if answer.texts.messages is not None:
-        return Completion(answer.texts.messages)
-    return Completion([{"role": "assistant", "content": answer.response}])
+def _completion(response: ResponseToScore) -> Any:
+    """The response's messages in chat data, or else its text."""
+    if response.is_text or response.row.get(MESSAGES) is None:
+        return response.response
+    if response.texts.messages is not None:
+        return Completion(response.texts.messages)
+    return Completion([{"role": "assistant", "content": response.response}])
 
 
-def _extra_info(answer: Answer) -> Any:
-    return answer.row.get("extra_info") or {}
+def _extra_info(response: ResponseToScore) -> Any:
+    return response.row.get("extra_info") or {}
 
 
 CALL_FORMS = {
@@ -130,11 +136,12 @@ CALL_FORMS = {
         False,
         ("completions", "completion_ids", "completions_ids", "trainer_state", *LOGGERS),
         {
-            "prompts": _messages,
-            "completions": _reply,
+            "prompts": _prompt_messages,
+            "completions": _completion,
             "completion_ids": TOKEN_IDS,
+            # the name in some versions of TRL's documentation
             "completions_ids": TOKEN_IDS,
-        },  # the name in some versions of TRL's documentation
+        },
         of_call=("trainer_state", *LOGGERS),
         hidden=("prompt", "completion", "completions_ids"),
     ),
@@ -158,7 +165,7 @@ CALL_FORMS = {
         "called once per batch, as OpenRLHF's remote reward function",
         False,
         ("queries",),
-        {"queries": lambda answer: answer.prompt + answer.response, "prompts": PROMPT},
+        {"queries": lambda response: response.prompt + response.response, "prompts": PROMPT},
         {"labels": "ground_truth"},
     ),
 }
@@ -191,27 +198,27 @@ class Signature:
         return any(self.wants(name) for name, text in self.call.texts.items() if text is TOKEN_IDS)
 
 
-def form_of(names: Iterable[str]) -> str:
+def call_form_of(names: Iterable[str]) -> str:
     """The form of a function with these parameters; "responses" if no name marks another;
     `TypeError` if several do. A function with `response` and `responses` is called per batch."""
     names = set(names)
-    found = {
-        form: marks
-        for form, call in CALL_FORMS.items()
-        if (marks := [n for n in call.marks if n in names])
-    }
-    if set(found) == {"responses", "response"}:
+    marks = dict[str, str]()  # form -> the first of its marks that the function has
+    for form, call_form in CALL_FORMS.items():
+        marks_of_form = [mark for mark in call_form.marks if mark in names]
+        if marks_of_form:
+            marks[form] = marks_of_form[0]
+    if set(marks) == {"responses", "response"}:
         return "responses"
-    if len(found) > 1:
-        (one, *_), (other, *_) = list(found.values())[:2]
+    if len(marks) > 1:
+        first, second, *_ = marks.values()
         raise TypeError(
-            f"its arguments '{one}' and '{other}' belong to different forms of reward functions "
-            f"({' or '.join(CALL_FORMS[form].description for form in found)}); omit one of them"
+            f"its arguments '{first}' and '{second}' belong to different forms of reward functions "
+            f"({' or '.join(CALL_FORMS[form].description for form in marks)}); omit one of them"
         )
-    return next(iter(found), "responses")
+    return next(iter(marks), "responses")
 
 
-def describe(function: Callable[..., Any], settings: dict[str, str]) -> Signature:
+def signature_of(function: Callable[..., Any], settings: dict[str, str]) -> Signature:
     """How to call a function; `TypeError` or `ValueError` if it cannot be called so, or a setting
     does not fit."""
     parameters = inspect.signature(function).parameters
@@ -221,19 +228,22 @@ def describe(function: Callable[..., Any], settings: dict[str, str]) -> Signatur
                 f"its argument {name} is positional only, but the function is called by keywords"
             )
     defaults = {
-        name: each.default for name, each in parameters.items() if each.kind != each.VAR_KEYWORD
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if parameter.kind != parameter.VAR_KEYWORD
     }
-    form, takes_any = form_of(defaults), len(defaults) < len(parameters)
-    call = CALL_FORMS[form]
+    form = call_form_of(defaults)
+    takes_any = len(defaults) < len(parameters)
+    call_form = CALL_FORMS[form]
     text = None
     if "text" in settings and "text" not in defaults:
         text = settings["text"]
         settings = {name: value for name, value in settings.items() if name != "text"}
         if text not in TEXTS:
             raise ValueError(f"its setting text must be one of {', '.join(TEXTS)}, not '{text}'")
-    given = {*_NO_SETTINGS, *call.texts, *call.columns, *call.of_call}
+    filled = {*_NO_SETTINGS, *call_form.texts, *call_form.columns, *call_form.of_call}
     for name in settings:
-        if name in given or (name not in defaults and not takes_any):
+        if name in filled or (name not in defaults and not takes_any):
             raise TypeError(f"it has no setting '{name}'; its arguments are {', '.join(defaults)}")
     needs = [name for name, default in defaults.items() if default is inspect.Parameter.empty]
     converted = {
@@ -243,6 +253,7 @@ def describe(function: Callable[..., Any], settings: dict[str, str]) -> Signatur
 
 
 def _converted(name: str, text: str, default: Any) -> Any:
+    """A setting as a value of the type of the default that it replaces."""
     if isinstance(default, bool):
         if text.lower() not in ("true", "false"):
             raise ValueError(f"its setting {name} must be true or false, not '{text}'")
@@ -257,37 +268,38 @@ def _converted(name: str, text: str, default: Any) -> Any:
     return text
 
 
-def arguments_of(
-    signature: Signature, answers: Sequence[Answer], columns: Iterable[str], step: int
+def call_arguments(
+    signature: Signature, responses: Sequence[ResponseToScore], columns: Iterable[str], step: int
 ) -> dict[str, Any]:
-    """Keyword arguments of a call for some answers: lists for a batch function, single values for a
-    per-row function. Settings precede texts, and texts columns. What a row, or an argument without
-    a default, lacks is None. `columns`: of all answers that the function scores."""
-    form, count = signature.call, len(answers)
-    wanted = [
-        name
-        for name in columns
-        if (name in signature.needs if form.only_needed else signature.wants(name))
-    ]
-    sources = {name: name for name in wanted} | {
-        n: column for n, column in form.columns.items() if signature.wants(n)
-    }
-    values = {
-        name: [answer.row.get(column) for answer in answers] for name, column in sources.items()
-    }
-    texts = {name: text for name, text in form.texts.items() if signature.wants(name)}
-    values |= {name: [text(answer) for answer in answers] for name, text in texts.items()}
+    """Keyword arguments of a call for some responses: lists for a batch function, single values for
+    a per-row function. Settings precede texts, and texts columns. What a row, or an argument
+    without a default, lacks is None. `columns`: of all responses that the function scores."""
+    form = signature.call
+    sources = dict[str, str]()  # argument -> column
+    for name in columns:
+        is_passed = signature.wants(name)
+        if form.only_needed:
+            is_passed = name in signature.needs
+        if is_passed:
+            sources[name] = name
+    for name, column in form.columns.items():
+        if signature.wants(name):
+            sources[name] = column
+    values = dict[str, list[Any]]()  # argument -> its value for each response
+    for name, column in sources.items():
+        values[name] = [response.row.get(column) for response in responses]
+    for name, text in form.texts.items():
+        if signature.wants(name):
+            values[name] = [text(response) for response in responses]
     for name in _READABLE:
         if name in signature.takes and name not in values:
-            values[name] = [getattr(answer.texts, name) for answer in answers]
-    values |= {
-        name: [None] * count
-        for name in signature.needs
-        if name not in values and name not in form.of_call
-    }
-    arguments: dict[str, Any] = (
-        {name: value[0] for name, value in values.items()} if form.per_row else dict(values)
-    )
+            values[name] = [getattr(response.texts, name) for response in responses]
+    for name in signature.needs:
+        if name not in values and name not in form.of_call:
+            values[name] = [None] * len(responses)
+    arguments: dict[str, Any] = dict(values)
+    if form.per_row:
+        arguments = {name: value[0] for name, value in values.items()}
     if "trainer_state" in form.of_call and signature.wants("trainer_state"):
         arguments["trainer_state"] = SimpleNamespace(global_step=step)
     return arguments | signature.settings
@@ -297,10 +309,9 @@ def missing_columns(signature: Signature, columns: Iterable[str]) -> set[str]:
     """Columns for arguments without a default that no row has, and that are neither texts nor
     settings."""
     form = signature.call
-    given = {*form.texts, *form.of_call, *_READABLE, *signature.settings}
-    return {form.columns.get(name, name) for name in signature.needs if name not in given} - set(
-        columns
-    )
+    filled = {*form.texts, *form.of_call, *_READABLE, *signature.settings}
+    needed = {form.columns.get(name, name) for name in signature.needs if name not in filled}
+    return needed - set(columns)
 
 
 class Returned(NamedTuple):
@@ -324,11 +335,9 @@ def returned_rows(
     if isinstance(result, dict) and "rewards" in result:
         result = _rows_of_openrlhf(result)
     if isinstance(result, str | bytes | dict) or not isinstance(result, Iterable):
-        keys = (
-            f", nor a dict with 'rewards' (its keys: {list(result)[:8]})"
-            if isinstance(result, dict)
-            else ""
-        )
+        keys = ""
+        if isinstance(result, dict):
+            keys = f", nor a dict with 'rewards' (its keys: {list(result)[:8]})"
         raise TypeError(f"returned {type(result).__name__}, not a list of numbers{keys}")
     return [_returned(value) for value in result]
 
@@ -336,43 +345,55 @@ def returned_rows(
 def _rows_of_openrlhf(result: dict[str, Any]) -> list[dict[str, Any]]:
     """`{"rewards": (B,), "scores": (B,), "extra_logs": {name: (B,) or number}}` as a dict for each
     row."""
-    scores = {"scores": result["scores"]} if "scores" in result else {}
-    columns = {**(result.get("extra_logs") or {}), **scores, "score": result["rewards"]}
+    columns: dict[str, Any] = {**(result.get("extra_logs") or {})}
+    if "scores" in result:
+        columns["scores"] = result["scores"]
+    columns["score"] = result["rewards"]
     has_rows = {
         name: isinstance(column, list | tuple) or getattr(column, "ndim", 0) > 0
         for name, column in columns.items()
-    }
+    }  # False: one number for the whole batch
     if not has_rows["score"]:
         raise TypeError("returned 'rewards' that is not a list of numbers")
     count = len(columns["score"])
-    lists = {
-        name: list(column) if has_rows[name] else [column] * count
-        for name, column in columns.items()
-    }
-    return [
-        {name: values[row] for name, values in lists.items() if len(values) == count}
-        for row in range(count)
-    ]
+    rows: list[dict[str, Any]] = [{} for _ in range(count)]
+    for name, column in columns.items():
+        values = [column] * count
+        if has_rows[name]:
+            values = list(column)
+        if len(values) == count:
+            for row, value in zip(rows, values, strict=True):
+                row[name] = value
+    return rows
 
 
 def _returned(value: Any) -> Returned:
+    """What a function returned for one response."""
     if not isinstance(value, dict):
         value = {"score": value}
     if "score" not in value:
-        keys = ", ".join(map(clean_name, list(value)[:8]))
-        return Returned(f"returned a dict without 'score' (its keys: {keys or 'none'})", {})
-    score = value["score"]
-    number: float | str | None = _number(score)
-    if isinstance(number, float) and not abs(number) <= LARGEST:
-        number = f"returned {number}, which is not a finite fp32 number"
-    others = {clean_name(key): _number(other) for key, other in value.items() if key != "score"}
-    finite = {
-        name: other for name, other in others.items() if other is not None and abs(other) <= LARGEST
-    }
-    return Returned(NO_NUMBER if number is None and score is not None else number, finite)
+        keys = ", ".join(map(clean_name, list(value)[:8])) or "none"
+        return Returned(f"returned a dict without 'score' (its keys: {keys})", {})
+    metrics = dict[str, float]()
+    for key, entry in value.items():
+        if key == "score":
+            continue
+        name = clean_name(key)
+        metrics.pop(name, None)  # of several keys with one name, the last one counts
+        metric = _as_float(entry)
+        if metric is not None and abs(metric) <= LARGEST:
+            metrics[name] = metric
+    if value["score"] is None:
+        return Returned(None, metrics)
+    score = _as_float(value["score"])
+    if score is None:
+        return Returned(NO_NUMBER, metrics)
+    if not abs(score) <= LARGEST:
+        return Returned(f"returned {score}, which is not a finite fp32 number", metrics)
+    return Returned(score, metrics)
 
 
-def _number(value: Any) -> float | None:
+def _as_float(value: Any) -> float | None:
     """A number or bool of Python, NumPy or PyTorch; None for anything else."""
     if not isinstance(value, SupportsFloat):
         return None

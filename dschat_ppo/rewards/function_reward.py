@@ -19,14 +19,26 @@ from dschat_ppo.common.logging import print_line
 from dschat_ppo.config.ppo_flags import split_weight
 from dschat_ppo.data.examples import TRUTH
 from dschat_ppo.errors import HIDDEN, UserError, in_one_line
-from dschat_ppo.rewards.call_forms import Answer, Returned, Signature, arguments_of, missing_columns
+from dschat_ppo.rewards.call_forms import (
+    ResponseToScore,
+    Returned,
+    Signature,
+    call_arguments,
+    missing_columns,
+)
 from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest, is_routed_to
 from dschat_ppo.rewards.worker_pool import CallError, WorkerPool
 from dschat_ppo.types import Rollout
 
 FLAG = "--reward_function"
 _IN_RULES = (
-    "exact_match numeric_match boxed_math format_match length length_penalty json_valid".split()
+    "exact_match",
+    "numeric_match",
+    "boxed_math",
+    "format_match",
+    "length",
+    "length_penalty",
+    "json_valid",
 )
 RULES = dict.fromkeys(_IN_RULES, "dschat_ppo.rewards.rules") | {
     "code_tests": "dschat_ppo.rewards.sandbox"
@@ -51,13 +63,18 @@ class FunctionSpec:
     sources: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        route = f"{','.join(self.sources)}=" if self.sources else ""
-        return f"{self.flag} {route}{self.rule or f'{self.path}:{self.name}'}"
+        route = ""
+        if self.sources:
+            route = ",".join(self.sources) + "="
+        function = self.rule or f"{self.path}:{self.name}"
+        return f"{self.flag} {route}{function}"
 
     @property
     def rule(self) -> str | None:
         """The name of the shipped rule that this is, or None."""
-        return self.name if RULES.get(self.name) == self.path else None
+        if RULES.get(self.name) == self.path:
+            return self.name
+        return None
 
 
 def parse_function(spec: str, flag: str = FLAG) -> FunctionSpec:
@@ -65,51 +82,64 @@ def parse_function(spec: str, flag: str = FLAG) -> FunctionSpec:
     percent-decoded (`+` stays a plus), and `:weight`; `source=` or `source,source=` in front
     routes: only rows of these data sources are scored. A `:` before a number at the end of a
     setting must be `%3A`. Messages name `flag`."""
-    given = f"{flag} {spec}"
-    sources, unrouted = _split_route(spec, given)
-    head, mark, tail = unrouted.partition("?")
-    rest, weight = split_weight(tail if mark else head)
-    place, settings = (
-        (head, parse_qsl(rest.replace("+", "%2B"), keep_blank_values=True)) if mark else (rest, [])
-    )
+    as_given = f"{flag} {spec}"
+    sources, unrouted = _split_route(spec, as_given)
+    function, mark, after_mark = unrouted.partition("?")
+    settings = list[tuple[str, str]]()
+    if mark:
+        query, weight = split_weight(after_mark)
+        settings = parse_qsl(query.replace("+", "%2B"), keep_blank_values=True)
+    else:
+        function, weight = split_weight(function)
     if len(dict(settings)) < len(settings):
-        raise UserError(f"{given}: a setting is given twice")
+        raise UserError(f"{as_given}: a setting is given twice")
     if not math.isfinite(weight):
-        raise UserError(f"{given}: the weight must be finite, got {weight}")
-    path, colon, name = place.partition(":")
-    if not colon and place not in RULES and not place.endswith(".py"):
-        raise UserError(
-            f"{given}: there is no rule '{place}', but: {', '.join(RULES)}; name your own function"
-            " as path.py:name or module.path:name"
-        )
-    if not colon and place in RULES:
-        path, name = RULES[place], place
-    if not path or not name.isidentifier():
-        raise UserError(
-            f"{given}: expected path.py:name, module.path:name or a rule, and an optional :weight"
-        )
-    if path.endswith(".py"):
-        if not os.path.isfile(path):  # `Path.is_file` raises for a name that is too long
-            raise UserError(f"{given}: there is no file {path}")
-    elif not all(part.isidentifier() for part in path.split(".")):
-        raise UserError(f"{given}: '{path}' is neither a file that ends in .py nor a module")
-    found = FunctionSpec(path, name, weight, tuple(settings), flag, sources)
-    if found.rule in MODULES:
-        require_extra(MODULES[found.rule], given)
+        raise UserError(f"{as_given}: the weight must be finite, got {weight}")
+    path, name = _path_and_name(function, as_given)
+    function_spec = FunctionSpec(path, name, weight, tuple(settings), flag, sources)
+    if function_spec.rule in MODULES:
+        require_extra(MODULES[function_spec.rule], as_given)
     for key, value in settings:
         if value == HIDDEN:
             raise UserError(
-                f"{given}: *** stands for credentials, which are not saved: give the flag with them"
+                f"{as_given}: *** stands for credentials, which are not saved: give the flag with"
+                " them"
             )
-        if (found.rule, key) == ("format_match", "pattern"):
+        if (function_spec.rule, key) == ("format_match", "pattern"):
             try:
                 re.compile(value)
             except re.error as problem:
-                raise UserError(f"{given}: invalid setting {key}: {in_one_line(problem)}") from None
-    return found
+                raise UserError(
+                    f"{as_given}: invalid setting {key}: {in_one_line(problem)}"
+                ) from None
+    return function_spec
 
 
-def _split_route(spec: str, given: str) -> tuple[tuple[str, ...], str]:
+def _path_and_name(function: str, as_given: str) -> tuple[str, str]:
+    """`path.py:name`, `module.path:name` or `rule` -> path or module, and name."""
+    path, colon, name = function.partition(":")
+    if not colon and function in RULES:
+        path = RULES[function]
+        name = function
+    elif not colon and not function.endswith(".py"):
+        raise UserError(
+            f"{as_given}: there is no rule '{function}', but: {', '.join(RULES)}; name your own"
+            " function as path.py:name or module.path:name"
+        )
+    if not path or not name.isidentifier():
+        raise UserError(
+            f"{as_given}: expected path.py:name, module.path:name or a rule, and an optional"
+            " :weight"
+        )
+    if path.endswith(".py"):
+        if not os.path.isfile(path):  # `Path.is_file` raises for a name that is too long
+            raise UserError(f"{as_given}: there is no file {path}")
+    elif not all(package.isidentifier() for package in path.split(".")):
+        raise UserError(f"{as_given}: '{path}' is neither a file that ends in .py nor a module")
+    return path, name
+
+
+def _split_route(spec: str, as_given: str) -> tuple[tuple[str, ...], str]:
     """`"math,gsm8k=my.py:score"` -> (("math", "gsm8k"), "my.py:score"); a path that contains `=` is
     no route."""
     head = spec.partition("?")[0]
@@ -119,7 +149,7 @@ def _split_route(spec: str, given: str) -> tuple[tuple[str, ...], str]:
     sources = tuple(dict.fromkeys(name.strip() for name in names.split(",")))
     if not all(sources):
         raise UserError(
-            f"{given}: expected a data source before '=', or several separated by commas"
+            f"{as_given}: expected a data source before '=', or several separated by commas"
         )
     return sources, spec[len(names) + 1 :]
 
@@ -152,14 +182,18 @@ class FunctionReward:
         # arguments without a column, for which a warning was printed
         self.missing: set[str] = set()
         try:
-            start = spec.path, spec.name, json.dumps(dict(spec.settings))
-            self.pool = WorkerPool(start, workers, timeout)
+            settings = json.dumps(dict(spec.settings))
+            self.pool = WorkerPool((spec.path, spec.name, settings), workers, timeout)
         except CallError as problem:
             cause = in_one_line(problem)
             raise UserError(f"{spec}: cannot be used: {cause}{_remedy(cause)}") from None
         self.signature = Signature(**self.pool.ready)
         # the text of a response that the function reads
-        self.text = self.signature.text or ("final" if spec.rule in READ_FINAL else "spoken")
+        self.text = "spoken"
+        if self.signature.text is not None:
+            self.text = self.signature.text
+        elif spec.rule in READ_FINAL:
+            self.text = "final"
 
     @property
     def name(self) -> str:
@@ -173,14 +207,12 @@ class FunctionReward:
         `(1 + ceil(B / workers)) * timeout`, plus one start of a worker for each call that has to be
         killed."""
         rows = [
-            number
-            for number, row in enumerate(request.rows)
-            if is_routed_to(self.spec.sources, row)
+            index for index, row in enumerate(request.rows) if is_routed_to(self.spec.sources, row)
         ]
-        answers = [self._answer(request, rollout, row) for row in rows]
-        columns = list(dict.fromkeys(name for answer in answers for name in answer.row))
-        self._warn_of_missing(answers, columns)
-        results = self._results(answers, columns, request.step)
+        responses = [self._response(request, rollout, index) for index in rows]
+        columns = list(dict.fromkeys(name for response in responses for name in response.row))
+        self._warn_of_missing(responses, columns)
+        results = self._results(responses, columns, request.step)
         scores = torch.full((len(request),), math.nan)
         self.failed = torch.zeros(len(request), dtype=torch.bool)
         self.numbers = {}
@@ -191,11 +223,11 @@ class FunctionReward:
                 self.failed[row] = True
             elif result.score is not None:
                 scores[row] = result.score
-            for name, number in result.numbers.items():
+            for name, metric in result.numbers.items():
                 column = self.numbers.setdefault(
                     name, torch.full((len(request),), math.nan, dtype=torch.float64)
                 )
-                column[row] = number
+                column[row] = metric
         for row, cause in list(causes.items())[:MOST_WARNINGS]:
             self._warn(f"row {row}: {cause} (what it costs: --reward_default)")
         if len(causes) > MOST_WARNINGS:
@@ -208,16 +240,19 @@ class FunctionReward:
         )
         return scores
 
-    def _answer(self, request: RewardRequest, rollout: Rollout, number: int) -> Answer:
-        row, ids = request.rows[number], list[int]()
+    def _response(
+        self, request: RewardRequest, rollout: Rollout, row_index: int
+    ) -> ResponseToScore:
+        row = request.rows[row_index]
+        ids = list[int]()
         # other functions see the columns as they are
         if self.spec.rule is not None and TRUTH in row:
             row = row | {"answer": row[TRUTH]}
         if self.signature.takes_token_ids:
-            ids = rollout.response_ids[number][rollout.real_mask[number]].tolist()
-        texts = request.texts[number]
-        return Answer(
-            prompt=request.prompts[number],
+            ids = rollout.response_ids[row_index][rollout.real_mask[row_index]].tolist()
+        texts = request.texts[row_index]
+        return ResponseToScore(
+            prompt=request.prompts[row_index],
             response=getattr(texts, self.text),
             row=row,
             texts=texts,
@@ -225,39 +260,44 @@ class FunctionReward:
             token_ids=ids,
         )
 
-    def _warn_of_missing(self, answers: list[Answer], columns: list[str]) -> None:
+    def _warn_of_missing(self, responses: list[ResponseToScore], columns: list[str]) -> None:
         """Warn once of each argument without a column: most often a misspelt column."""
-        new = missing_columns(self.signature, columns) - self.missing if answers else set()
+        if not responses:
+            return
+        new = missing_columns(self.signature, columns) - self.missing
         self.missing |= new
-        if new:
-            remedy = ""
-            for name, other in (("ground_truth", "answer"), ("answer", "ground_truth")):
-                if name in new and any(answer.row.get(other) is not None for answer in answers):
-                    remedy = (
-                        f"; --answer_column {other} passes the column '{other}' under both names"
-                    )
-            self._warn(f"no row has a column {_either(new)}: its argument is None{remedy}")
+        if not new:
+            return
+        remedy = ""
+        for name, alias in (("ground_truth", "answer"), ("answer", "ground_truth")):
+            if name in new and any(response.row.get(alias) is not None for response in responses):
+                remedy = f"; --answer_column {alias} passes the column '{alias}' under both names"
+        self._warn(f"no row has a column {_either(new)}: its argument is None{remedy}")
 
-    def _results(self, answers: list[Answer], columns: list[str], step: int) -> list[Returned]:
+    def _results(
+        self, responses: list[ResponseToScore], columns: list[str], step: int
+    ) -> list[Returned]:
         """The result for each response: of one call for all, or else of one call for each."""
-        if not self.signature.call.per_row and len(answers) > 1:
-            [reply] = self.pool.map([arguments_of(self.signature, answers, columns, step)])
-            if not isinstance(reply, CallError) and len(reply) == len(answers):
+        if not self.signature.call.per_row and len(responses) > 1:
+            [reply] = self.pool.map([call_arguments(self.signature, responses, columns, step)])
+            if not isinstance(reply, CallError) and len(reply) == len(responses):
                 return [Returned(*row) for row in reply]
-            cause = reply if isinstance(reply, CallError) else f"returned {len(reply)} scores"
+            if isinstance(reply, CallError):
+                cause = str(reply)
+            else:
+                cause = f"returned {len(reply)} scores"
             self._warn(
-                f"a call for {len(answers)} rows failed ({cause}); it is repeated row by row"
+                f"a call for {len(responses)} rows failed ({cause}); it is repeated row by row"
             )
-        calls = [arguments_of(self.signature, [answer], columns, step) for answer in answers]
+        calls = [
+            call_arguments(self.signature, [response], columns, step) for response in responses
+        ]
         results = []
         for reply in self.pool.map(calls):
-            if isinstance(reply, CallError) or len(reply) != 1:
-                cause = (
-                    reply
-                    if isinstance(reply, CallError)
-                    else f"returned {len(reply)} scores for one row"
-                )
-                results.append(Returned(str(cause), {}))
+            if isinstance(reply, CallError):
+                results.append(Returned(str(reply), {}))
+            elif len(reply) != 1:
+                results.append(Returned(f"returned {len(reply)} scores for one row", {}))
             else:
                 results.append(Returned(*reply[0]))
         return results

@@ -55,23 +55,25 @@ def usable_urls(urls: list[str]) -> list[str]:
         without_credentials(url): url
         for url in map(str.strip, os.environ.get(VARIABLE, "").split(","))
     }
-    found = [known.get(url, url) for url in urls]
-    for url in found:
+    whole_urls = [known.get(url, url) for url in urls]
+    for url in whole_urls:
         if HIDDEN in url and url == without_credentials(url):
             raise UserError(
                 f"{FLAG} {url}: *** stands for credentials, which are not saved: give the flag with"
                 f" them, or set {VARIABLE} to the whole address"
             )
-        parts = httpx.URL("")
+        parsed = httpx.URL("")
         with suppress(httpx.InvalidURL):
-            parts = httpx.URL(url)
-        if parts.scheme not in ("http", "https") or not parts.host or (parts.port or 80) >= 2**16:
-            raise UserError(  # without credentials: a password with a slash makes it invalid
+            parsed = httpx.URL(url)
+        has_scheme = parsed.scheme in ("http", "https")
+        if not has_scheme or not parsed.host or (parsed.port or 80) >= 2**16:
+            # without credentials: a password with a slash makes it invalid
+            raise UserError(
                 f"{FLAG} {url.rpartition('@')[2]}: must be an address such as"
                 " http://host:5000/get_reward (a Python file: --reward_function FILE.py:FUNCTION)"
             )
         remember_credentials(url)
-    return found
+    return whole_urls
 
 
 class RemoteReward:
@@ -80,7 +82,8 @@ class RemoteReward:
     `retries` times, each time at the next address. Rows of other data sources than `sources` are
     not sent, unless that is ()."""
 
-    name, scores_elsewhere = "remote", True
+    name = "remote"
+    scores_elsewhere = True
 
     def __init__(
         self,
@@ -90,8 +93,11 @@ class RemoteReward:
         batch_size: int = 64,
         sources: Sequence[str] = (),
     ):
-        self.urls, self.timeout, self.retries = usable_urls(urls), timeout, retries
-        self.batch_size, self.sources = batch_size, sources
+        self.urls = usable_urls(urls)
+        self.timeout = timeout
+        self.retries = retries
+        self.batch_size = batch_size
+        self.sources = sources
         self.certificates = ssl.create_default_context()  # of the system, or of SSL_CERT_FILE
         self._client()  # fails here, before models are loaded
 
@@ -100,12 +106,11 @@ class RemoteReward:
         `RewardServiceError` if the service rejects a request (a status below 500 other than 429),
         replies with anything but one finite number per response, or does not reply in `1 + retries`
         attempts."""
-        rows = [
-            number for number, row in enumerate(request.rows) if is_routed_to(self.sources, row)
-        ]
-        request, every = request.select(rows), torch.full((len(request),), torch.nan)
-        every[rows] = torch.tensor(asyncio.run(self._score(request)), dtype=torch.float32)
-        return every
+        rows = [index for index, row in enumerate(request.rows) if is_routed_to(self.sources, row)]
+        scores = torch.full((len(request),), torch.nan)
+        routed = asyncio.run(self._score(request.select(rows)))
+        scores[rows] = torch.tensor(routed, dtype=torch.float32)
+        return scores
 
     def _client(self) -> httpx.AsyncClient:
         with reading(f"{FLAG}: a proxy of the environment variables cannot be used"):
@@ -144,10 +149,8 @@ class RemoteReward:
             "prompts": batch.prompts,
             "labels": [label_of(row) for row in batch.rows],
         }
-        body, headers = (
-            json.dumps(query, default=str).encode(),
-            {"Content-Type": "application/json"},
-        )
+        body = json.dumps(query, default=str).encode()
+        headers = {"Content-Type": "application/json"}
         for attempt in range(self.retries + 1):
             url = self.urls[(first + attempt) % len(self.urls)]
             # the library's own limits are for each read: a service that sends a byte now and then
@@ -165,7 +168,7 @@ class RemoteReward:
             else:
                 if reply.status_code == 200:
                     return read_rewards(reply.content, len(batch), url)
-                cause = f"status {reply.status_code}: {_start(reply.content)}"
+                cause = f"status {reply.status_code}: {_beginning_of(reply.content)}"
                 if reply.status_code != 429 and reply.status_code < 500:
                     raise RewardServiceError(f"{FLAG} {url}: refused the request with {cause}")
             if attempt < self.retries:
@@ -201,9 +204,10 @@ def read_rewards(content: bytes, rows: int, url: str) -> list[float]:
     except (ValueError, TypeError, LookupError, RecursionError):
         problem = "is not JSON with a list 'rewards'"
     raise RewardServiceError(
-        f"{FLAG} {url}: its reply {problem} (it starts with '{_start(content)}')"
+        f"{FLAG} {url}: its reply {problem} (it starts with '{_beginning_of(content)}')"
     )
 
 
-def _start(content: bytes) -> str:
+def _beginning_of(content: bytes) -> str:
+    """The first characters of a reply, for a message."""
     return printable_line(safe_text(content[:_READ].decode(errors="replace"))[:_SHOWN])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -24,7 +24,8 @@ from dschat_ppo.types import Rollout
 DATA_SOURCE = "data_source"  # column: the row's own, otherwise the name of its data set
 MOST_NAMES = 4  # data sources that a message lists
 # `reward/NAME_share` and, with several sources, `reward/NAME_mean` are metrics of the run
-TAKEN_ALONE, TAKEN = ("equal_groups", "clipped"), ("equal_groups", "clipped", "score", "total")
+TAKEN_ALONE = ("equal_groups", "clipped")
+TAKEN = ("equal_groups", "clipped", "score", "total")
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,11 @@ class RewardRequest:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def select(self, numbers: Sequence[int]) -> RewardRequest:
-        """The responses with these numbers."""
-        prompts = [self.prompts[number] for number in numbers]
-        texts = [self.texts[number] for number in numbers]
-        rows = [self.rows[number] for number in numbers]
+    def select(self, indices: Sequence[int]) -> RewardRequest:
+        """The responses at these indices."""
+        prompts = [self.prompts[index] for index in indices]
+        texts = [self.texts[index] for index in indices]
+        rows = [self.rows[index] for index in indices]
         return RewardRequest(rows, lambda: (prompts, texts), self.step)
 
 
@@ -204,12 +205,16 @@ class RewardMixture:
         self.default = default
         self.routes = routes or {}
         self.unscored = CallCounts()  # `failed`: the responses that no source scored
-        self.names, seen = list[str](), Counter(TAKEN if len(sources) > 1 else TAKEN_ALONE)
+        self.names = list[str]()
+        counts = Counter(TAKEN_ALONE)
+        if len(sources) > 1:
+            counts = Counter(TAKEN)
         for source, _ in self.sources:
-            seen[source.name] += 1
-            self.names.append(
-                source.name if seen[source.name] == 1 else f"{source.name}_{seen[source.name]}"
-            )
+            counts[source.name] += 1
+            name = source.name
+            if counts[name] > 1:
+                name = f"{name}_{counts[name]}"
+            self.names.append(name)
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Scores:
         """Scores of B responses, given as text and as tokens, on the device of `rollout`, by every
@@ -223,7 +228,8 @@ class RewardMixture:
         is returned calls the others, waits, and gives what a call gives. It is collective; models
         may run meanwhile.
         """
-        elsewhere, here = dict[str, Callable[[], Tensor]](), dict[str, Callable[[], Tensor]]()
+        elsewhere = dict[str, Callable[[], Tensor]]()
+        here = dict[str, Callable[[], Tensor]]()
         for name, (source, _) in zip(self.names, self.sources, strict=True):
             if getattr(source, "scores_elsewhere", False):
                 _ = request.prompts  # decoded once, before several threads read them
@@ -253,7 +259,7 @@ class RewardMixture:
         columns: list[Tensor] = []  # (B,) fp32 each; NaN where the source gives no score
         weighted = [torch.zeros(len(request), device=device)]
         scored = torch.zeros_like(left)  # by a source with a weight, if one has any
-        numbers: dict[str, Tensor] = {}
+        metrics: dict[str, Tensor] = {}  # "SOURCE/NAME" -> (B,)
         any_weight = any(weight != 0 for _, weight in self.sources)
         for name, (source, weight) in zip(self.names, self.sources, strict=True):
             column = results[name].to(device=device, dtype=torch.float32)
@@ -264,7 +270,7 @@ class RewardMixture:
                 elif weight != 0:
                     left |= failed
                 has_score = ~column.isnan()  # (B,) bool
-                numbers |= {f"{name}/{key}": values for key, values in source.numbers.items()}
+                metrics |= {f"{name}/{key}": values for key, values in source.numbers.items()}
             else:
                 route = self.routes.get(source.name, ())
                 routed = [is_routed_to(route, row) for row in request.rows]
@@ -281,7 +287,7 @@ class RewardMixture:
             total = total.masked_fill(left, torch.nan)
         else:
             total = total.where(scored, self.default)
-        return Scores(total, torch.stack(columns, dim=1), numbers=numbers, left=left)
+        return Scores(total, torch.stack(columns, dim=1), numbers=metrics, left=left)
 
     def _count_unscored(self, request: RewardRequest, unscored: Tensor) -> None:
         """Count the responses that no source scored, (B,) bool, and warn of them."""
@@ -307,30 +313,28 @@ class RewardMixture:
         sources, or if no source scored any."""
         functions = [source for source, _ in self.sources if isinstance(source, HasWorkers)]
         ranks = dist.gather_objects([*(function.counts for function in functions), self.unscored])
-        self.unscored = CallCounts()
-        failed_rows = list[int]()  # of each function, and of `unscored`
         for function in functions:
             function.counts = CallCounts()
-        for number, of_ranks in enumerate(zip(*ranks, strict=True)):
-            rows, failed = (
-                sum(counts.rows for counts in of_ranks),
-                sum(counts.failed for counts in of_ranks),
-            )
-            failed_rows.append(failed)
+        self.unscored = CallCounts()
+        *counts_of_functions, counts_of_unscored = zip(*ranks, strict=True)
+        faults = 0
+        for function, counts in zip(functions, counts_of_functions, strict=True):
+            rows, failed, cause = _sum_of_ranks(counts)
+            faults += failed
             if refuse_all and rows and failed == rows:
-                cause = next(counts.cause for counts in of_ranks if counts.cause)
                 raise RewardFunctionError(
-                    f"{functions[number].spec}: failed on every one of the first {rows} answers;"
+                    f"{function.spec}: failed on every one of the first {rows} answers;"
                     f" the first cause: {cause}; correct the function, its settings or the columns"
                     " of the data"
-                    if number < len(functions)
-                    else (
-                        f"no reward source scored any of the first {rows} answers ({cause}): every"
-                        " function returned None or is routed to other data; correct"
-                        " --reward_function or the data_source of the rows"
-                    )
                 )
-        return FailedRows(faults=sum(failed_rows[:-1]), unscored=failed_rows[-1])
+        rows, unscored, cause = _sum_of_ranks(counts_of_unscored)
+        if refuse_all and rows and unscored == rows:
+            raise RewardFunctionError(
+                f"no reward source scored any of the first {rows} answers ({cause}): every"
+                " function returned None or is routed to other data; correct"
+                " --reward_function or the data_source of the rows"
+            )
+        return FailedRows(faults, unscored)
 
     def close(self) -> None:
         """End the worker processes of all sources."""
@@ -339,21 +343,26 @@ class RewardMixture:
                 source.close()
 
 
-def number_means(parts: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-    """ "SOURCE/NAME" -> mean over all responses, of all ranks, that have it. `parts`: of this rank.
-    Collective."""
-    joined = {
-        name: torch.cat([part[name] for part in parts if name in part])
-        for name in set().union(*parts)
-    }
-    known = {name: column[~column.isnan()].tolist() for name, column in joined.items()}
-    ranks = dist.gather_objects(
-        {name: (math.fsum(own), len(own)) for name, own in known.items() if own}
-    )
-    pairs = {
-        name: [rank[name] for rank in ranks if name in rank] for name in sorted(set().union(*ranks))
-    }
-    return {
-        name: math.fsum(t for t, _ in own) / sum(count for _, count in own)
-        for name, own in pairs.items()
-    }
+def _sum_of_ranks(counts_of_ranks: Sequence[CallCounts]) -> tuple[int, int, str | None]:
+    """The rows and failed rows of all ranks, and the first cause of any."""
+    rows = sum(counts.rows for counts in counts_of_ranks)
+    failed = sum(counts.failed for counts in counts_of_ranks)
+    cause = next((counts.cause for counts in counts_of_ranks if counts.cause), None)
+    return rows, failed, cause
+
+
+def number_means(rounds: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+    """ "SOURCE/NAME" -> mean over all responses, of all ranks, that have it. `rounds`: the
+    `Scores.numbers` of each round of this rank; NaN where a response has none. Collective."""
+    columns: defaultdict[str, list[float]] = defaultdict(list)
+    for columns_of_round in rounds:
+        for name, column in columns_of_round.items():
+            columns[name] += column[~column.isnan()].tolist()
+    sums = {name: (math.fsum(column), len(column)) for name, column in columns.items() if column}
+    totals: defaultdict[str, list[float]] = defaultdict(list)
+    counts: defaultdict[str, int] = defaultdict(int)
+    for sums_of_rank in dist.gather_objects(sums):
+        for name, (total, count) in sums_of_rank.items():
+            totals[name].append(total)
+            counts[name] += count
+    return {name: math.fsum(totals[name]) / counts[name] for name in sorted(totals)}

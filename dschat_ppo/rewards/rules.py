@@ -28,13 +28,14 @@ _FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)\n?[ \t]*```", re.DOTALL)
 def exact_match(response: str, answer: Any, ignore_case: bool = False) -> bool:
     """1 if the response equals the `answer` column (or an item of it, if it is a list), without
     outer whitespace."""
-    given = response.strip()
-    accepted = [
-        str(item).strip() for item in (answer if isinstance(answer, list) else [_needed(answer)])
-    ]
+    answers = answer
+    if not isinstance(answer, list):
+        answers = [_needed(answer)]
+    accepted = [str(text).strip() for text in answers]
+    text = response.strip()
     if ignore_case:
-        return given.casefold() in [item.casefold() for item in accepted]
-    return given in accepted
+        return text.casefold() in [accepted_text.casefold() for accepted_text in accepted]
+    return text in accepted
 
 
 def numeric_match(response: str, answer: Any) -> bool:
@@ -50,14 +51,18 @@ def final_number(text: str) -> Decimal | None:
     """The number after the last `####` that has one (the format of GSM8K, Cobbe et al. 2021), else
     `last_number`. Only whitespace and asterisks may come between: `#### Step 1` is a heading."""
     stated = _AFTER_HASHES.findall(text.replace("\N{MINUS SIGN}", "-"))
-    return last_number(stated[-1] if stated else text)
+    if stated:
+        return last_number(stated[-1])
+    return last_number(text)
 
 
 def last_number(text: str) -> Decimal | None:
     """The last number of a text, with optional sign, `$`, thousands separators, decimals and
     exponent; None if none."""
-    found = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
-    return Decimal(re.sub(r"[$,]", "", found[-1])) if found else None
+    numerals = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    if not numerals:
+        return None
+    return Decimal(re.sub(r"[$,]", "", numerals[-1]))
 
 
 def boxed_math(response: str, answer: Any) -> bool:
@@ -71,32 +76,35 @@ def boxed_math(response: str, answer: Any) -> bool:
     # it warns about calls without its timeout
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     gold = str(_needed(answer))
-    boxed = last_boxed(gold)
-    found = last_boxed(response)
-    if found is None:
+    gold_boxed = last_boxed(gold)
+    if gold_boxed is None:
+        gold_boxed = gold
+    boxed = last_boxed(response)
+    if boxed is None:
         return False
     # without the timeouts of math_verify, which use SIGALRM: every call has a time limit already
-    sides = [
-        parse(rf"\boxed{{{side}}}", parsing_timeout=None)
-        for side in (gold if boxed is None else boxed, found)
-    ]
-    if not sides[0]:
+    parsed_gold = parse(rf"\boxed{{{gold_boxed}}}", parsing_timeout=None)
+    parsed = parse(rf"\boxed{{{boxed}}}", parsing_timeout=None)
+    if not parsed_gold:
         raise ValueError(
             f"the column 'answer' holds nothing that math_verify can parse: {gold[:80]!r}"
         )
-    return bool(verify(*sides, timeout_seconds=None))
+    return bool(verify(parsed_gold, parsed, timeout_seconds=None))
 
 
 def last_boxed(text: str) -> str | None:
     r"""The content of the last `\boxed{...}`, with balanced braces; None if there is no closed
     box."""
     start = text.rfind(r"\boxed{")
-    depth, begin = 0, start + len(r"\boxed{")
-    for place in range(begin - 1, len(text) if start >= 0 else 0):
-        if text[place - 1] != "\\":
-            depth += {"{": 1, "}": -1}.get(text[place], 0)
+    if start < 0:
+        return None
+    begin = start + len(r"\boxed{")
+    depth = 0  # of open braces
+    for offset in range(begin - 1, len(text)):
+        if text[offset - 1] != "\\":
+            depth += {"{": 1, "}": -1}.get(text[offset], 0)
         if depth == 0:
-            return text[begin:place]
+            return text[begin:offset]
     return None
 
 
@@ -113,7 +121,9 @@ def length(response: str, unit: str = "characters") -> float:
     responses."""
     if unit not in ("characters", "words"):
         raise ValueError(f"unit must be characters or words, not '{unit}'")
-    return float(len(response) if unit == "characters" else len(response.split()))
+    if unit == "words":
+        return float(len(response.split()))
+    return float(len(response))
 
 
 def length_penalty(
@@ -131,14 +141,16 @@ def json_valid(response: str) -> bool:
     Infinity)."""
     text = response.strip()
     fenced = _FENCE.fullmatch(text)
+    if fenced is not None:
+        text = fenced.group(1)
     try:
-        json.loads(fenced.group(1) if fenced else text, parse_constant=_refuse)
+        json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return False
     return True
 
 
-def _refuse(constant: str) -> NoReturn:
+def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 

@@ -30,10 +30,10 @@ from dataclasses import asdict
 from typing import Any
 
 from dschat_ppo.common.heartbeat import heartbeat
-from dschat_ppo.common.own_functions import cause_of, load
+from dschat_ppo.common.own_functions import cause_of, load_callable
 from dschat_ppo.common.processes import leave_dead_terminal, signal_when_parent_ends
 from dschat_ppo.errors import attempt, is_secret_name, remember_secret
-from dschat_ppo.rewards.call_forms import LOGGERS, Returned, Signature, describe, returned_rows
+from dschat_ppo.rewards.call_forms import LOGGERS, Returned, Signature, returned_rows, signature_of
 
 _HEARTBEAT_SECONDS = 1.0
 START_SECONDS = 120.0  # a module may import slow libraries
@@ -109,16 +109,17 @@ class Worker:
     def _exchange(self, request: bytes, seconds: float, late: str) -> Any:
         """Write a request and read a line, the reply. The process may end or hang at any byte of
         them. A reported error leaves the worker alive, others end it."""
-        end, line = time.monotonic() + seconds, bytearray()
+        end = time.monotonic() + seconds
+        line = bytearray()
         try:
             self.channel.settimeout(seconds)
             self.channel.sendall(request)
             while not line.endswith(b"\n"):
                 self.channel.settimeout(max(0.001, end - time.monotonic()))
-                part = self.channel.recv(2**20)
-                if not part:
+                received = self.channel.recv(2**20)
+                if not received:
                     raise ConnectionResetError
-                line += part
+                line += received
             [(kind, value)] = json.loads(line).items()
         except ConnectionError:
             self.stop()
@@ -164,16 +165,16 @@ class WorkerPool:
         results: list[Any] = [None] * len(calls)
         waiting = iter(range(len(calls)))  # shared by the threads
 
-        def serve(worker: Worker) -> None:
-            for number in waiting:
+        def take_calls(worker: Worker) -> None:
+            for index in waiting:
                 if self.closed:
                     return
                 try:
-                    results[number] = worker.call(calls[number])
+                    results[index] = worker.call(calls[index])
                 except CallError as problem:
-                    results[number] = problem
+                    results[index] = problem
 
-        self._at_once(serve, self.workers[: len(calls)])
+        self._at_once(take_calls, self.workers[: len(calls)])
         return results
 
     def close(self) -> None:
@@ -191,7 +192,8 @@ def main(where: str, name: str, settings: str) -> None:
     outlive_signals()
     os.register_at_fork(after_in_child=restore_signals)
     # descriptors are not inherited
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
 
@@ -208,30 +210,33 @@ def main(where: str, name: str, settings: str) -> None:
             remember_secret(value)  # the function may quote it in an exception
     file = os.path.abspath(where)  # messages name its line
     with attempt(also_exits=True) as tried:
-        function = load(where, name)
-        signature = describe(function, json.loads(settings))
-    if tried.problem is not None:  # the trainer reports it
-        return reply("error", cause_of(tried.problem, file))
+        function = load_callable(where, name)
+        signature = signature_of(function, json.loads(settings))
+    if tried.problem is not None:
+        reply("error", cause_of(tried.problem, file))  # the trainer reports it
+        return
     reply("value", asdict(signature))
     loop = asyncio.new_event_loop()
     while True:
         try:
             arguments = pickle.load(requests)
         except EOFError:
-            return None
+            return
         leave_dead_terminal()  # a print of the function would fail
         with attempt(also_exits=True) as tried:
-            reply("value", _call(function, signature, arguments, loop))
+            reply("value", _call_function(function, signature, arguments, loop))
         if tried.problem is not None:  # a failed call costs its rows, not the run
             reply("error", cause_of(tried.problem, file))
 
 
-def _call(
+def _call_function(
     function: Callable[..., Any],
     signature: Signature,
     arguments: dict[str, Any],
     loop: asyncio.AbstractEventLoop,
 ) -> list[Returned]:
+    """The results of a call for each of its responses. TRL's functions also get callables that log,
+    if they take them."""
     logged: dict[str, Any] = {}
     if signature.form == "trl":
         arguments = dict.fromkeys(filter(signature.wants, LOGGERS), logged.__setitem__) | arguments
@@ -244,8 +249,8 @@ def _call(
 def outlive_signals() -> None:
     """Handle SIGTERM and SIGINT by doing nothing. `SIG_IGN` would be inherited by programs started
     from here."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, lambda *_: None)
 
 
 def restore_signals() -> None:

@@ -8,9 +8,9 @@ from importlib.util import find_spec
 import pytest
 from bash_blocks import FLAGS_OF_STEP_3, ROOT, blocks_of, files_of
 
-from dschat_ppo.common.own_functions import load
+from dschat_ppo.common.own_functions import load_callable
 from dschat_ppo.config.cli import parse
-from dschat_ppo.episodes.environments import form_of
+from dschat_ppo.episodes.environment_forms import environment_form
 
 PAGE = ROOT / "docs/environments.md"
 NEEDED = ["--actor_model_name_or_path", "model", "--data_path", "rows.jsonl", "--output_dir", "out"]
@@ -47,7 +47,7 @@ def test_a_game(words, request):
     name = request.node.callspec.id
     if name in INSTALLED:
         pytest.skip("it is installed: its own classes take the place of the stand-ins")
-    form = form_of(**parse("ppo", [*NEEDED, *words]).environment.names)
+    form = environment_form(**parse("ppo", [*NEEDED, *words]).environment.names)
     episode, said, rewards = form.make(), [], []
     episode.reset(ROW | OF_VERL | {"ground_truth": ROW["secret"]}, 0)
     for number in (5, 8, 7):
@@ -75,5 +75,5 @@ def test_every_form_of_the_page_is_played():
 
 
 def test_the_reward_function_of_the_tools():
-    score = load("trl_tools.py", "names_it")
+    score = load_callable("trl_tools.py", "names_it")
     assert score("Is it 8? lower It is 7.", 7) == 1.0 and score("right", 7) == 0.0

@@ -12,7 +12,7 @@ from bash_blocks import FLAGS_OF_STEP_3, ROOT, blocks_of, files_of
 from dschat_ppo.algorithms.actor_critic_losses import PolicyLossSettings, PolicyTerms
 from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs, rloo
 from dschat_ppo.checkpoint.identity import HARMLESS
-from dschat_ppo.common.own_functions import named, own_function
+from dschat_ppo.common.own_functions import function_named, own_function
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.form_choice import detect_form
@@ -80,9 +80,11 @@ def test_the_estimator_is_rloo():
     mask = torch.arange(5) < torch.tensor([[5], [2], [4], [1], [3], [2]])
     rewards = torch.where(mask, torch.randn(6, 5), 0.0)
     inputs = AdvantageInputs(rewards, None, mask, torch.tensor([7, 7, 7, 2, 2, 9]), None, 1.0, 1.0)
-    function = named("--advantage_estimator", of_flag("--advantage_estimator"), {"rloo": rloo})
+    function = function_named(
+        "--advantage_estimator", of_flag("--advantage_estimator"), {"rloo": rloo}
+    )
     torch.testing.assert_close(function(inputs)[0], rloo(inputs)[0])
-    assert named("--advantage_estimator", "rloo", {"rloo": rloo}) is rloo
+    assert function_named("--advantage_estimator", "rloo", {"rloo": rloo}) is rloo
 
 
 def test_the_loss_has_the_gradient_of_its_formula():

@@ -7,7 +7,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from dschat_ppo.episodes.environments import Turn, form_of
+from dschat_ppo.episodes.environment_forms import environment_form
+from dschat_ppo.episodes.environments import Turn
 
 TOOLS = '''
 import asyncio
@@ -96,7 +97,7 @@ def write(tmp_path, monkeypatch):
 
 def test_functions_of_trl(write):
     path = write("trl_tools.py", TOOLS)
-    form = form_of(tools=[f"{path}:multiply", f"{path}:wait"])
+    form = environment_form(tools=[f"{path}:multiply", f"{path}:wait"])
     assert [tool["function"]["name"] for tool in form.tools] == ["multiply", "wait"]
     assert form.tools[0]["function"]["parameters"]["properties"]["a"] == {
         "type": "integer",
@@ -129,7 +130,7 @@ def test_functions_of_trl(write):
 
 
 def test_gymnasium(write):
-    form = form_of(f"{write('gym_like.py', GYM)}:Guess")
+    form = environment_form(f"{write('gym_like.py', GYM)}:Guess")
     episode = form.make()
     assert episode.reset({"secret": 7}, 3) == Turn([{"role": "user", "content": "Guess."}])
     expected = Turn([{"role": "user", "content": "wrong"}], None, 0.0, False, {"tried": 1.0})
@@ -149,7 +150,7 @@ def begun(monkeypatch, found, **methods):
     methods = methods or {"reset": lambda self: None}
     made = type("Own", (), {"step": lambda self, action: found, **methods})
     monkeypatch.setitem(sys.modules, "own_environment", types.SimpleNamespace(Own=made))
-    episode = form_of("own_environment:Own").make()
+    episode = environment_form("own_environment:Own").make()
     assert episode.reset({}, 0) == Turn()
     return episode
 
@@ -168,7 +169,7 @@ def test_numbers_of_skyrl_gym(monkeypatch):
 
 @pytest.mark.skipif(find_spec("openrlhf") is not None, reason="openrlhf is installed")
 def test_an_agent_of_openrlhf(write):
-    episode = form_of(agent=write("agent_like.py", AGENT)).make()
+    episode = environment_form(agent=write("agent_like.py", AGENT)).make()
     assert episode.reset({"label": "4"}, 0, "2+2?") == Turn(text=None)
     first = episode.step(say("5"))
     assert first == Turn([], "\nHuman: 2+2?|</s>\nAssistant: ", 0.0, False, {"steps": 1.0})
@@ -200,7 +201,7 @@ def test_a_file_of_verl_without_classes_says_so(write, text):
     with pytest.raises(
         ValueError, match="expected an entry `tools`, a list whose entries have a `class_name`"
     ):
-        form_of(tool_config=write("tools.yaml", text))
+        environment_form(tool_config=write("tools.yaml", text))
 
 
 def test_the_classes_of_a_file_of_verl_lie_in_its_folder_or_in_the_working_folder(
@@ -218,9 +219,9 @@ def test_the_classes_of_a_file_of_verl_lie_in_its_folder_or_in_the_working_folde
         config.write_text(json.dumps({"tools": [entry]}))
         monkeypatch.chdir(tmp_path / "elsewhere")
         sys.path.append(str(tmp_path / "elsewhere"))  # as in the processes of episodes
-        assert form_of(tool_config=str(config)).tools == [schema]
+        assert environment_form(tool_config=str(config)).tools == [schema]
 
 
 def test_a_name_without_a_function_says_so():
     with pytest.raises(ValueError, match=r"expected FILE.py:NAME or MODULE:NAME, not 'tools.py'"):
-        form_of(tools=["tools.py"])
+        environment_form(tools=["tools.py"])

@@ -16,7 +16,7 @@ from launch import ROOT, wait_until
 from dschat_ppo.checkpoint.store import CheckpointFolder
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.episode_processes import Episodes
-from dschat_ppo.episodes.journal import Journal, JournalledEpisodes
+from dschat_ppo.episodes.journal import Journal, JournalledEpisodes, RolloutKey
 from dschat_ppo.rewards.worker_pool import CallError
 
 FILE = '''
@@ -243,7 +243,7 @@ def test_content_that_is_no_text_becomes_one_that_can_be_encoded(tmp_path):
     messages = answers_of(episodes, 1)[0].messages
     assert [message["content"] for message in messages] == ["", "7", "a?"]
     episodes.step(0, {"role": "assistant", "content": "x"})
-    assert answers_of(episodes, 1)[0].numbers == {"small": 1}
+    assert answers_of(episodes, 1)[0].metrics == {"small": 1}
     episodes.close()
 
 
@@ -349,7 +349,7 @@ class Processes:
 def episodes_of(folder, step=3, has_state=True, first=0, rollout="sampled/3"):
     processes = Processes()
     found = JournalledEpisodes(processes, Journal(folder), has_state)
-    found.begin(step, rollout, first)
+    found.begin(RolloutKey(step, rollout, first))
     return found, processes
 
 
@@ -452,7 +452,7 @@ def test_another_file_of_the_environment_asks_other_questions(tmp_path):
     for content, heard in (("one", 2), ("one", 0), ("two", 2)):
         file.write_text(content)
         found = JournalledEpisodes(processes := Processes(), Journal(tmp_path), True, [str(file)])
-        found.begin(3, "sampled/3", 0)
+        found.begin(RolloutKey(3, "sampled/3", 0))
         live(found, "x")
         assert len(processes.heard) == heard
 

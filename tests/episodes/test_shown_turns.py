@@ -17,7 +17,7 @@ from dschat_ppo.episodes.observations import ObservationTokens, observed_text
 from dschat_ppo.episodes.rollouts import EpisodeRollouts
 from dschat_ppo.episodes.shown_turns import heading, turns_of
 from dschat_ppo.episodes.tool_calls import said_and_called
-from dschat_ppo.episodes.turns import EpisodeTurns, Record
+from dschat_ppo.episodes.turns import EpisodeRecord, EpisodeTurns
 from dschat_ppo.errors import UserError
 from dschat_ppo.ppo.evaluation import answered_rows, json_line
 from dschat_ppo.ppo.response_texts import response_texts
@@ -184,7 +184,7 @@ class Answers:
 
 def turns_with(tools=(), most=3, **turns):
     tokenizer, _ = shaped("ChatML")
-    answers, record = Answers(**turns), Record()
+    answers, record = Answers(**turns), EpisodeRecord()
     read = ObservationTokens(tokenizer, list(tools), 100)
     return EpisodeTurns(answers, read, tokenizer, most, [record]), answers, record, tokenizer
 
@@ -196,10 +196,10 @@ def user(text):
 def test_rewards_of_turns_and_of_the_end_belong_to_their_actions():
     turns, answers, record, tokenizer = turns_with(
         steps=[
-            Turn(user("again"), reward=0.5, numbers={"n": 1.0}),
+            Turn(user("again"), reward=0.5, metrics={"n": 1.0}),
             Turn(user("right"), reward=1.0, done=True),
         ],
-        last=Turn(reward=0.25, numbers={"m": 2.0}),
+        last=Turn(reward=0.25, metrics={"m": 2.0}),
     )
     turns.end_turn(0, tokenizer.encode("first<|im_end|>"), 4)
     [(number, tokens)] = turns.observed(True)
@@ -214,7 +214,7 @@ def test_rewards_of_turns_and_of_the_end_belong_to_their_actions():
         "first",
         "second",
     ]
-    assert (record.ends, record.rewards, record.numbers) == (
+    assert (record.ends, record.rewards, record.metrics) == (
         [4, 19],
         [0.5, 1.25],
         {"n": 1.0, "m": 2.0},
@@ -284,16 +284,16 @@ def test_an_environment_that_fails_ends_its_episode(when):
 
 def test_the_log_says_why_environments_failed_and_once_how_a_tool_did(capsys):
     def failed(name, said):
-        return Record(
+        return EpisodeRecord(
             messages=[{"role": "tool", "name": name, "content": f"error: {said}"}], failed_calls=1
         )
 
     rollouts = object.__new__(EpisodeRollouts)
-    rollouts._flags = "--environment e.py:E"
+    rollouts._flag_text = "--environment e.py:E"
     rollouts._has_told = False
     records = [
-        Record(),
-        *(Record(problem=problem) for problem in "abacdd"),
+        EpisodeRecord(),
+        *(EpisodeRecord(problem=problem) for problem in "abacdd"),
         failed("error", "no JSON"),
     ]
     rollouts._tell([*records, failed("add", "ValueError: no")])
@@ -308,11 +308,11 @@ def test_the_log_says_why_environments_failed_and_once_how_a_tool_did(capsys):
 def test_rewards_that_add_up_to_more_than_fp32_holds_fail_the_episode():
     tokenizer, _ = shaped("ChatML")
     process = SimpleNamespace(finish=lambda number: None, end=lambda number: None)
-    record = Record(ends=[0], rewards=[0.0])
+    record = EpisodeRecord(ends=[0], rewards=[0.0])
     turns = EpisodeTurns(process, None, tokenizer, 9, [record])
-    turns._read(0, Turn(reward=3e38, done=True), [])
+    turns._observation_of(0, Turn(reward=3e38, done=True))
     assert (record.rewards, record.problem) == ([3e38], "")
-    turns._read(0, Turn(reward=3e38), [])  # of the end
+    turns._observation_of(0, Turn(reward=3e38))  # of the end
     assert record.rewards == [3e38] and "more than fp32" in record.problem
 
 
@@ -320,15 +320,15 @@ def test_a_rollout_knows_its_failed_episodes_and_the_messages_that_functions_of_
     """Of the two rollouts that ReMax scores together, and of no older one."""
     tokenizer, _ = shaped("ChatML")
     rollouts = object.__new__(EpisodeRollouts)
-    rollouts._count, rollouts._last_messages, rollouts._numbers = 0, {}, []
+    rollouts._count, rollouts._last_messages, rollouts._metrics = 0, {}, []
     rollouts._has_told = rollouts._has_counted = True
-    rollouts._flags, rollouts.episodes = "", SimpleNamespace(end_all=lambda: None)
+    rollouts._flag_text, rollouts.episodes = "", SimpleNamespace(end_all=lambda: None)
     rollouts.observations = SimpleNamespace(invented=len)
     ended = []
     for name in ("older", "sampled", "greedy"):
         said = {"role": "assistant", "content": name, "text": f"<think>a</think>{name}"}
         records = [
-            Record(messages=[said], ends=[0], rewards=[0.5], problem=problem)
+            EpisodeRecord(messages=[said], ends=[0], rewards=[0.5], problem=problem)
             for problem in ("", "it broke")
         ]
         rows = rows_of(tokenizer, [("One.", True, 0.0)], [("Two.", True, 0.0)])
@@ -353,7 +353,7 @@ def test_environments_that_all_fail_at_first_end_the_run():
     rollouts.journalled = SimpleNamespace(
         journal=SimpleNamespace(forget=lambda: forgotten.append(1))
     )
-    rollouts._numbers, rollouts._flags, rollouts.episodes = (
+    rollouts._metrics, rollouts._flag_text, rollouts.episodes = (
         [],
         "--environment",
         SimpleNamespace(end_all=lambda: None),
@@ -363,7 +363,7 @@ def test_environments_that_all_fail_at_first_end_the_run():
     rollout = Rollout(one.long(), one.bool(), one.long(), chosen, one, one[:, 0].to(torch.int8))
 
     def end(*problems, cancelled=False):
-        records = [Record(ends=[0], rewards=[0.5], problem=problem) for problem in problems]
+        records = [EpisodeRecord(ends=[0], rewards=[0.5], problem=problem) for problem in problems]
         return rollouts.end(
             rollout, SimpleNamespace(records=records, finish=lambda: None), cancelled, True
         )
@@ -374,7 +374,7 @@ def test_environments_that_all_fail_at_first_end_the_run():
     ):
         end("x", "y")
     assert forgotten == [1], "the next start asks again"
-    assert [numbers["invented_observations"] for numbers in rollouts._numbers[-2:]] == [3, 0]
+    assert [metrics["invented_observations"] for metrics in rollouts._metrics[-2:]] == [3, 0]
     rollouts._has_counted = False
     end("x", "")
     assert end("x", "y").turn_rewards.tolist() == [[0.5], [0.5]], (

@@ -11,7 +11,7 @@ from tiny_tokenizers import tokenizer_of
 
 from dschat_ppo.config.environment_flags import EnvironmentFlags
 from dschat_ppo.data.encode import encode_after
-from dschat_ppo.episodes.environments import _Agent, _Gym
+from dschat_ppo.episodes.environment_forms import _Agent, _Gym
 from dschat_ppo.episodes.rollouts import described_tools
 from dschat_ppo.episodes.shown_turns import turns_of
 from dschat_ppo.episodes.tool_calls import (

@@ -12,12 +12,12 @@ import torch
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards.call_forms import (
     NO_NUMBER,
-    Answer,
     ResponseText,
+    ResponseToScore,
     Returned,
     Signature,
-    arguments_of,
-    form_of,
+    call_arguments,
+    call_form_of,
     missing_columns,
     returned_rows,
 )
@@ -192,13 +192,13 @@ def test_a_truth_that_no_row_has_is_reported_once_and_its_other_name_pointed_out
     ],
 )
 def test_the_form_of_a_function(names, form):
-    assert form_of(names) == form
+    assert call_form_of(names) == form
 
 
 CHAT = chat("one?")
 REPLY = [{"role": "assistant", "content": "r0"}]
 ANSWERS = [
-    Answer(
+    ResponseToScore(
         "p0",
         "r0",
         {
@@ -211,7 +211,7 @@ ANSWERS = [
         ResponseText.of("r0"),
         token_ids=[5, 6],
     ),
-    Answer(
+    ResponseToScore(
         "p1",
         "r1",
         {"number": 2, "completion": "c", "ground_truth": "t"},
@@ -311,7 +311,7 @@ def signature(form, takes="", needs=None, any_=False, **settings) -> Signature:
     ],
 )
 def test_what_a_function_receives(wanted, rows, expected):
-    found = arguments_of(wanted, ROWS[rows], COLUMNS, 4)
+    found = call_arguments(wanted, ROWS[rows], COLUMNS, 4)
     state = found.pop("trainer_state", None)
     assert found == expected
     assert (state is not None and state.global_step == 4) is (wanted.form == "trl" and wanted.any)
@@ -350,7 +350,7 @@ EPISODE = ResponseText(
     ],
 )
 def test_what_functions_read_of_an_episode(form, takes, changes, expected):
-    answer = Answer(
+    answer = ResponseToScore(
         **{
             "prompt": "p",
             "response": "the text",
@@ -359,7 +359,7 @@ def test_what_functions_read_of_an_episode(form, takes, changes, expected):
             **changes,
         }
     )
-    assert arguments_of(signature(form, takes), [answer], answer.row, 0) == expected
+    assert call_arguments(signature(form, takes), [answer], answer.row, 0) == expected
 
 
 @pytest.mark.parametrize(
@@ -367,7 +367,9 @@ def test_what_functions_read_of_an_episode(form, takes, changes, expected):
 )
 def test_messages_that_are_compared_with_a_text_raise(reads_text):
     """`"42" in` a list of messages is False, whatever they say."""
-    [completion] = arguments_of(signature("trl", "completions"), ANSWERS[:1], [], 0)["completions"]
+    [completion] = call_arguments(signature("trl", "completions"), ANSWERS[:1], [], 0)[
+        "completions"
+    ]
     completion = pickle.loads(pickle.dumps(completion))  # as a worker receives it
     assert completion == REPLY and REPLY[0] in completion and completion[0]["content"] == "r0"
     with pytest.raises(TypeError, match=r"list of messages .* \?text=spoken"):

@@ -108,7 +108,7 @@ def foreign(engine, tokenizer, rows, max_length=128, ended=None, **others):
         else torch.where(torch.tensor(ended), 0, 2)
     )
     rollout = Rollout(*torch.zeros(5, len(rows), 1), finish_reason=reasons)
-    return ModelReward(engine, own=tokenizer, max_length=max_length, **others)(
+    return ModelReward(engine, reward_tokenizer=tokenizer, max_length=max_length, **others)(
         request(*rows), rollout
     )
 

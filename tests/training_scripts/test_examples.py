@@ -19,7 +19,7 @@ from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.step_config import flatten
 from dschat_ppo.data.templates import render
-from dschat_ppo.episodes.environments import form_of
+from dschat_ppo.episodes.environment_forms import environment_form
 from dschat_ppo.episodes.tool_calls import parse_action
 from dschat_ppo.supervised.trainer import SupervisedPlan
 from dschat_ppo.tools.evaluate import read_arguments
@@ -49,7 +49,7 @@ def test_demonstrations_of_the_calculator_call_it_as_episodes_do(monkeypatch, tm
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     rows = [json.loads(line) for line in (tmp_path / "data/sft.jsonl").read_text().splitlines()]
-    form = form_of(tools=[f"{EXAMPLES}/calculator/calculator.py:calculate"])
+    form = environment_form(tools=[f"{EXAMPLES}/calculator/calculator.py:calculate"])
     kinds = {"right": 0, "wrong": 0, "none": 0}
     for row in rows:
         question, *turns = row["messages"]
