@@ -31,7 +31,7 @@ from dschat_ppo.algorithms.aggregation import masked_sum, masked_whiten
 from dschat_ppo.algorithms.kl import kl_k1, kl_loss
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.engine.optimizer_step import accumulate, apply
-from dschat_ppo.ppo.state import PPOComponents
+from dschat_ppo.ppo.components import PPOComponents
 from dschat_ppo.types import repeat_rows, to_device
 
 ROWS = 32

@@ -22,8 +22,8 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.ppo import rollout_sampler
+from dschat_ppo.ppo.components import PPOComponents
 from dschat_ppo.ppo.loop import make_experience, update
-from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.ppo.train_ppo import learned_reward
 from dschat_ppo.rewards.reward_source import RewardMixture
 from dschat_ppo.rollout.generator import generate

@@ -39,7 +39,7 @@ from transformers import PretrainedConfig
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
-from dschat_ppo.ppo.state import PPOComponents
+from dschat_ppo.ppo.components import PPOComponents
 from dschat_ppo.run.launch import leave
 from dschat_ppo.run.process_group import init_process_group
 

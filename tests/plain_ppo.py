@@ -27,11 +27,12 @@ from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.step_trace import NO_TRACE
 from dschat_ppo.monitor.writers import MetricsWriter
+from dschat_ppo.ppo.components import PPOComponents
 from dschat_ppo.ppo.evaluation import Evaluation
 from dschat_ppo.ppo.loop import run
 from dschat_ppo.ppo.mini_dataset import TextBatches
+from dschat_ppo.ppo.resumable import ResumablePPO
 from dschat_ppo.ppo.score import RewardRequests
-from dschat_ppo.ppo.state import PPOComponents, ResumablePPO
 from dschat_ppo.ppo.step_report import PPOReport
 from dschat_ppo.rewards.reward_source import RewardMixture
 
@@ -337,7 +338,7 @@ def watch(run: PlainRun) -> list[Any]:
 
     collection.passes, collection.next_prompts = scored, taken
     note(collection, "add", lambda *_: "add")
-    note(ppo.shaping, "advantages", lambda rows, step: f"advantages {step}")
+    note(ppo.advantage_computation, "advantages", lambda rows, step: f"advantages {step}")
     note(
         ppo.updates,
         "minimise",

@@ -30,7 +30,7 @@ from transformers import PretrainedConfig, PreTrainedModel, Qwen2Config
 
 from dschat_ppo.common.phases import current_phase
 from dschat_ppo.models.fast_layers import use_fast_layers
-from dschat_ppo.ppo.state import PPOComponents
+from dschat_ppo.ppo.components import PPOComponents
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.run.process_group import init_process_group

@@ -187,8 +187,10 @@ def saved_activations(backbone: PreTrainedModel) -> SavedActivations:
     """What a forward pass of a model on the meta device saves for each token, without parameters:
     each piece of memory once, in the layer that saves it first. `backbone` has no head."""
     model: Any = backbone
-    config, layers = model.config, decoder_layers(model)
-    text, before = config.get_text_config(), config._attn_implementation
+    config = model.config
+    layers = decoder_layers(model)
+    text = config.get_text_config()
+    before = config._attn_implementation
     tokens = max(
         1,
         min(
@@ -197,7 +199,8 @@ def saved_activations(backbone: PreTrainedModel) -> SavedActivations:
         ),
     )
     # the layer that runs (-1: none), and the bytes that each saves
-    place, sizes = -1, Counter[int]()
+    place = -1
+    sizes = Counter[int]()
     known = {
         weight.untyped_storage()._cdata: weight.untyped_storage() for weight in model.parameters()
     }

@@ -146,7 +146,9 @@ def _trained_model(config: StepConfig) -> PretrainedConfig:
     """The configuration of the model that trains; of step 3 that of the actor."""
     with settings_only():
         models = read_model_configs(config)
-    return models["actor"] if "actor" in models else models["model"]
+    if "actor" in models:
+        return models["actor"]
+    return models["model"]
 
 
 def widths_of(model: PretrainedConfig) -> tuple[int, int]:

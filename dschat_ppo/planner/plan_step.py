@@ -41,7 +41,8 @@ GIB = 2**30
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 FP32 = 4  # bytes
 # bytes of the fp32 weight and of the two moments of AdamW, for each parameter
-MASTER, MOMENTS = FP32, 2 * FP32
+MASTER = FP32
+MOMENTS = 2 * FP32
 # ZeRO-3 prefetches and keeps gathered at most so many numbers (DeepSpeed's defaults for
 # stage3_max_live_parameters).
 LIVE_NUMBERS = 1_000_000_000
@@ -58,7 +59,8 @@ MARGIN = 0.1
 HOST_PROCESS = int(0.75 * GIB)
 # Of a GPU, assumed: the context of CUDA, NCCL's buffers, cuBLAS' workspaces; what the allocator
 # holds beyond tensors.
-GPU_CONTEXT, FRAGMENTATION = 1 * GIB, 0.06
+GPU_CONTEXT = 1 * GIB
+FRAGMENTATION = 0.06
 PARTS = ("weights", "gradients", "optimizer", "activations", "KV cache", "logits", "buffers")
 # (part of `PARTS`, bytes, whether they are in host memory)
 Held = Iterator[tuple[str, float, bool]]
@@ -92,12 +94,16 @@ class Role:
     def part(self) -> int:
         """Trained parameters whose optimizer states this rank holds: T / N from stage 1 on, else
         T."""
-        return -(-self.parts.trained // self.ranks) if self.stage > 0 else self.parts.trained
+        if self.stage > 0:
+            return -(-self.parts.trained // self.ranks)
+        return self.parts.trained
 
     @property
     def summed(self) -> int:
         """Bytes of a gradient that is summed over micro-batches."""
-        return self.itemsize if self.dtype == "fp16" else FP32
+        if self.dtype == "fp16":
+            return self.itemsize
+        return FP32
 
     @property
     def sums_at_once(self) -> bool:
@@ -122,7 +128,8 @@ class Role:
 
 def held_by(role: Role) -> Held:
     """What a model holds between two updates."""
-    parts, n = role.parts, role.ranks
+    parts = role.parts
+    n = role.ranks
     # s P, less where QLoRA quantises some; at stage 3 s P / N, and whole ones too if several ranks
     # keep them
     whole = role.itemsize * parts.total - (
@@ -170,14 +177,15 @@ def update_gradients(role: Role) -> int:
     # of one parameter in bf16 and in fp32, or with several ranks a copy of the sums
     if role.sums_at_once:
         is_copied = role.ranks > 1 and trained <= SUMMED_TOGETHER
-        return (
-            FP32 * trained
-            if is_copied
-            else (role.itemsize + FP32) * min(role.parts.largest, trained)
-        )
+        if is_copied:
+            return FP32 * trained
+        return (role.itemsize + FP32) * min(role.parts.largest, trained)
     if role.stage == 0:
         return role.itemsize * trained + (role.bucket if role.ranks > 1 else 0)
-    autograd = role.itemsize * trained if role.stage == 1 else role.bucket
+    if role.stage == 1:
+        autograd = role.itemsize * trained
+    else:
+        autograd = role.bucket
     return autograd + role.bucket + (0 if role.offloads_optimizer else FP32 * role.part)
 
 
@@ -185,8 +193,12 @@ def activations(role: Role, tokens: int, on_host: bool = False) -> Held:
     """What the backward pass of a micro-batch needs: bytes per token (`SavedActivations`) x tokens.
     With gradient checkpointing: the inputs of the layers, and the whole of the layer that runs
     again. `on_host`: a GPU has those of one layer at a time."""
-    saved, on_host = role.parts.saved, on_host and role.on_gpu
-    kept = len(saved.layers) * saved.layer_input + saved.rest if role.checkpoints else saved.whole
+    saved = role.parts.saved
+    on_host = on_host and role.on_gpu
+    if role.checkpoints:
+        kept = len(saved.layers) * saved.layer_input + saved.rest
+    else:
+        kept = saved.whole
     yield "activations", kept * tokens, on_host
     yield "activations", saved.layer * tokens * (role.checkpoints + on_host), False
 
@@ -204,7 +216,8 @@ def running_rows(role: Role, rows: int, length: int, wanted: int, free: int) -> 
     `rows`: sequences of a rollout on this rank, of `length` tokens at most; `wanted`:
     `--rollout_rows`, 0 for as many as memory allows; `free`: bytes of the device that everything
     else leaves."""
-    per_row, free = max(1, role.parts.cache_bytes(length)), max(0, free)
+    per_row = max(1, role.parts.cache_bytes(length))
+    free = max(0, free)
     if not role.on_gpu:
         return max(1, min(rows, wanted or min(MAX_ROWS, int(MEMORY_SHARE * free / per_row))))
     logits = LOGITS_BYTES * role.parts.vocabulary
@@ -273,7 +286,8 @@ def update_phase(
     last micro-batch. At the beginning there are all activations, the gradients of earlier
     micro-batches, and that of the head; at the end all gradients, and the activations of the first
     layer. `tokens`: of a micro-batch on this rank, padding included."""
-    name, parts = "update" if role.name == "model" else f"{role.name} update", role.parts
+    name = "update" if role.name == "model" else f"{role.name} update"
+    parts = role.parts
     first, last = (steady_phase(name, config, roles) for _ in range(2))
     for part, size, on_host in activations(role, tokens, config.memory.offload_activations):
         first.add(role.name, part, size, on_host)
@@ -314,7 +328,8 @@ def checkpoint_phase(config: StepConfig, roles: Sequence[Role]) -> Phase:
 def supervised_batch(config: StepConfig, ranks: int, on_gpu: bool) -> tuple[int, int]:
     """(tokens of a pass on a rank, passes of an update) of steps 1 and 2. A pair takes two rows. On
     a CPU a micro-batch runs in several passes (`supervised/passes.py`)."""
-    fit, shared = config.training, config.memory.sequence_parallel_size
+    fit = config.training
+    shared = config.memory.sequence_parallel_size
     of_sample = fit.max_seq_len * (2 if config.step_data.use == "preference" else 1)
     tokens = fit.per_device_train_batch_size * of_sample
     in_pass = tokens
@@ -327,12 +342,11 @@ def ppo_batch(plan: PPOPlan) -> tuple[int, int]:
     """The same of step 3. Answers shorter than the longest fill a micro-batch up to its budget, if
     there are enough; they share their prompt where an update has all answers to its prompts, and
     ranks do not divide its rows."""
-    prompt, answer, answers = (
-        plan.flags.max_prompt_seq_len,
-        plan.flags.max_answer_seq_len,
-        plan.samples,
-    )
-    tokens, rows = prompt + answer, plan.rows_per_rank
+    prompt = plan.flags.max_prompt_seq_len
+    answer = plan.flags.max_answer_seq_len
+    answers = plan.samples
+    tokens = prompt + answer
+    rows = plan.rows_per_rank
     if (
         plan.rollout_rows == plan.global_batch
         and plan.shared == 1
@@ -359,8 +373,12 @@ def rollout_phase(
     weights are gathered: whole ones (1 / size of the layers with tensor parallelism, or one layer
     at a time); adapted ones are merged. `device_memory`: bytes that this rank's tensors may
     take."""
-    ppo, actor, phase = config.ppo, roles[0], steady_phase("rollout", config, roles)
-    parts, itemsize, size = actor.parts, actor.itemsize, config.ppo_memory.inference_tp_size
+    ppo = config.ppo
+    actor = roles[0]
+    phase = steady_phase("rollout", config, roles)
+    parts = actor.parts
+    itemsize = actor.itemsize
+    size = config.ppo_memory.inference_tp_size
     if sleeps(config, actor):
         phase.held = {
             key: held
@@ -421,10 +439,8 @@ class Plan:
         host memory is the device's, so that all counts as the host's."""
         device, on_host = 0, None
         if self.device_memory:
-            device, on_host = (
-                int(phase.total(on_host=False) * (1 + FRAGMENTATION)) + GPU_CONTEXT,
-                True,
-            )
+            device = int(phase.total(on_host=False) * (1 + FRAGMENTATION)) + GPU_CONTEXT
+            on_host = True
         return (
             device,
             self.ranks_per_node * (phase.total(on_host=on_host) + HOST_PROCESS) + phase.once,
@@ -437,11 +453,10 @@ class Plan:
             max((self.needs(phase)[place], phase.name) for phase in self.phases) for place in (0, 1)
         )
         of_host = f"of host memory for {counted(self.ranks_per_node, 'rank')}"
-        found = (
-            [Peak(device[1], device[0], self.device_memory, "per device")]
-            if self.device_memory
-            else []
-        )
+        if self.device_memory:
+            found = [Peak(device[1], device[0], self.device_memory, "per device")]
+        else:
+            found = []
         return [*found, Peak(host[1], host[0], self.host_memory, of_host)]
 
     @property
@@ -477,18 +492,22 @@ def plan_step(
 ) -> Plan:
     """Plan a step. Nothing is loaded. `model_configs`: see `read_model_configs`; memory as in
     `Plan`; `ranks_per_node` None: all."""
-    per_node, on_gpu, rows = ranks_per_node or ranks, device_memory > 0, 0
+    per_node = ranks_per_node or ranks
+    on_gpu = device_memory > 0
+    rows = 0
     own = device_memory if on_gpu else host_memory // per_node
-    roles, phases = roles_of(config, model_configs, ranks, own, on_gpu), list[Phase]()
+    roles = roles_of(config, model_configs, ranks, own, on_gpu)
+    phases = list[Phase]()
     if isinstance(config, PPOConfig):
         # the data are not read, so how long the run is is not known
         steps = config.schedule.max_steps or 1
         plan = plan_ppo(
             config.ppo, MANY_PROMPTS, ranks, 0, config.memory.sequence_parallel_size, steps, on_gpu
         )
-        of_tensors = (
-            int((usable(own) - GPU_CONTEXT) / (1 + FRAGMENTATION)) if on_gpu else usable(own)
-        )
+        if on_gpu:
+            of_tensors = int((usable(own) - GPU_CONTEXT) / (1 + FRAGMENTATION))
+        else:
+            of_tensors = usable(own)
         tokens, micro_batches = ppo_batch(plan)
         rollout, rows = rollout_phase(config, plan, roles, model_configs["actor"], of_tensors)
         phases += [rollout, scoring_phase(config, roles, tokens)]
@@ -508,7 +527,9 @@ def saved_itemsize(config: StepConfig, model: PretrainedConfig) -> int:
     wanted = config.run.save_dtype
     if wanted is not None:
         return ITEMSIZE[wanted]
-    return model.dtype.itemsize if isinstance(model.dtype, torch.dtype) else 0
+    if isinstance(model.dtype, torch.dtype):
+        return model.dtype.itemsize
+    return 0
 
 
 def roles_of(
@@ -520,9 +541,16 @@ def roles_of(
 ) -> list[Role]:
     """The models that a step holds; the actor is the first of step 3. `device_memory`: bytes of a
     rank's device, or on a CPU its share of the host's."""
-    flags, dtype, roles = flatten(config), config.run.dtype, list[Role]()
+    flags = flatten(config)
+    dtype = config.run.dtype
+    roles = list[Role]()
     counted_as = replace(config.adapters, lora_dropout=0.0, load_in_4bit=False, load_in_8bit=False)
-    bits = 4 if flags["load_in_4bit"] else 8 if flags["load_in_8bit"] else 0
+    if flags["load_in_4bit"]:
+        bits = 4
+    elif flags["load_in_8bit"]:
+        bits = 8
+    else:
+        bits = 0
     uses_actor = (
         isinstance(config, PPOConfig)
         and config.actor_base_is_frozen
@@ -530,7 +558,8 @@ def roles_of(
     )
     for name, model in models.items():
         scalar = name in ("critic", "reward") or (isinstance(config, FitConfig) and config.has_head)
-        prefix, shared = {"model": "", "actor": "actor_", "critic": "critic_"}.get(name), 0
+        prefix = {"model": "", "actor": "actor_", "critic": "critic_"}.get(name)
+        shared = 0
         trains = prefix is not None
         adapter = None if prefix is None else adapter_settings(config.lora, counted_as, prefix)
         size = parts_of(model, dtype, scalar, adapter, on_gpu)
@@ -544,9 +573,10 @@ def roles_of(
                 config, flags[f"{prefix}zero_stage"], ranks, "cuda" if on_gpu else "cpu"
             )
         else:
-            stage = (
-                flags["critic_zero_stage"] if name == "reward" and not shared else roles[0].stage
-            )
+            if name == "reward" and not shared:
+                stage = flags["critic_zero_stage"]
+            else:
+                stage = roles[0].stage
             made = eval_config(stage, dtype, flags[f"offload_{name.split()[0]}_model"], ranks)
         zero = made["zero_optimization"]
         offloads = [
@@ -586,11 +616,10 @@ def show_memory_plan(config: StepConfig) -> None:
         models = read_model_configs(config)
     except UserError:
         return
-    device = (
-        torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        if dist.on_gpu()
-        else 0
-    )
+    if dist.on_gpu():
+        device = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    else:
+        device = 0
     with attempt() as tried:  # the flags are not checked against the models and the ranks yet
         plan = plan_step(
             config, models, dist.world_size(), device, host_memory(), dist.local_world_size()

@@ -110,14 +110,17 @@ class AdvantageComputation:
         of the policy loss. Rows without a score leave, and the running scale adapts to the scores
         of the others, first."""
         rows = kept_rows(rows)
-        flags, mask = self.flags, rows.response_mask
+        flags = self.flags
+        mask = rows.response_mask
         self.before = self.state_dict()
         if flags.normalize_rewards == "running":
             self.running.update(rows.scores[rows.kept])
         kl = torch.zeros_like(rows.rollout_logprobs) if rows.kl is None else rows.kl  # (N, R)
         self.used_kl_coef = self.kl_coef.value
         # (N,)
-        scores = self.shaped(rows.scores) + missing_eos(rows.ended, flags.missing_eos_penalty)
+        scores = self.scaled_and_clipped(rows.scores) + missing_eos(
+            rows.ended, flags.missing_eos_penalty
+        )
         if flags.overlong_buffer:
             scores = scores + overlong_penalty(
                 rows.response_lengths,
@@ -131,7 +134,10 @@ class AdvantageComputation:
             at_turns = self._at_turns(rows)
             at_the_end = (scores.double() - at_turns.double().sum(dim=1)).float()  # (N,)
             rewards = token_rewards(at_the_end, kl, mask, self.used_kl_coef) + at_turns
-        loss_mask = mask & rows.ended.unsqueeze(1) if flags.mask_truncated_answers else mask
+        if flags.mask_truncated_answers:
+            loss_mask = mask & rows.ended.unsqueeze(1)
+        else:
+            loss_mask = mask
         numbers = torch.arange(len(mask), device=mask.device)
         return RewardedRollout(
             **vars(rows),
@@ -147,9 +153,10 @@ class AdvantageComputation:
         penalty. The tokens of the covariance losses are chosen among all tokens of the PPO step, by
         the log-probs of the policy that sampled them, so the choice depends neither on
         micro-batches nor on ranks."""
-        flags, mask = self.flags, rows.response_mask
+        flags = self.flags
+        mask = rows.response_mask
         assert rows.answer_scores is not None
-        baselines = None if rows.baselines is None else self.shaped(rows.baselines)
+        baselines = None if rows.baselines is None else self.scaled_and_clipped(rows.baselines)
         inputs = AdvantageInputs(
             rows.rewards,
             rows.values,
@@ -177,11 +184,10 @@ class AdvantageComputation:
             # (Lu and Thinking Machines Lab 2025, "On-policy distillation")
             if rows.teacher_logprobs is not None:
                 kl = torch.where(mask, kl_k1(rows.policy_logprobs, rows.teacher_logprobs), 0.0)
-                taught = (
-                    torch.ones_like(mask[:, :1])
-                    if rows.teachers is None
-                    else (rows.teachers >= 0).unsqueeze(1)
-                )
+                if rows.teachers is None:
+                    taught = torch.ones_like(mask[:, :1])
+                else:
+                    taught = (rows.teachers >= 0).unsqueeze(1)
                 advantages = advantages - self.distill_coef * kl * taught
         weights = mask.float()  # (N, R)
         if flags.importance_correction != "none":
@@ -235,17 +241,22 @@ class AdvantageComputation:
         """Restore the state before the last `with_rewards`."""
         self.load_state_dict(self.before)
 
-    def shaped(self, scores: Tensor) -> Tensor:
+    def scaled_and_clipped(self, scores: Tensor) -> Tensor:
         """Scores after scaling and clipping, (N,) fp32."""
         return clip_scores(self.scaled(scores), self.score_clip)
 
     def scaled(self, scores: Tensor) -> Tensor:
         """Scores after scaling, (N,) fp32."""
-        return self.running.scale(scores) if self.flags.normalize_rewards == "running" else scores
+        if self.flags.normalize_rewards == "running":
+            return self.running.scale(scores)
+        return scores
 
     def state_dict(self) -> dict[str, Any]:
         """The adapted KL coefficient and the running scale."""
-        running = self.running.state_dict() if self.flags.normalize_rewards == "running" else {}
+        if self.flags.normalize_rewards == "running":
+            running = self.running.state_dict()
+        else:
+            running = {}
         return {"kl_coef": self.kl_coef.state_dict(), "running": running}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

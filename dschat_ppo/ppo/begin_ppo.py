@@ -61,7 +61,8 @@ LIMITS = "--max_prompt_seq_len + --max_answer_seq_len"
 def model_folders(config: PPOConfig) -> ModelFolders:
     """Local folders of the models; hub names are downloaded."""
     local = {role: model_folder(name, flag) for role, (flag, name) in config.models.items()}
-    actor, reference = local["actor"], local.get("reference", local["actor"])
+    actor = local["actor"]
+    reference = local.get("reference", local["actor"])
     other = None if Path(reference).resolve() == Path(actor).resolve() else reference
     teachers = tuple(local[role] for role in config.teacher.models)
     return ModelFolders(actor, local.get("critic"), local.get("reward"), other, teachers)
@@ -90,7 +91,8 @@ def check_models(
             adapter = adapter_settings(config.lora, config.adapters, "critic_")
             check_sequence_classifier(folders.critic, config.critic_may_have_new_head, adapter)
         if folders.critic != folders.actor:
-            critic_config, resize = load_config(folders.critic, flag), config.run.resize_vocabulary
+            critic_config = load_config(folders.critic, flag)
+            resize = config.run.resize_vocabulary
             check_vocabulary(tokenizer, critic_config, flag, folders.critic, True, resize)
             require_length(folders.critic, longest, LIMITS)
         check_long_sequences(config.memory, flag, folders.critic, scalar=True)
@@ -102,16 +104,16 @@ def check_models(
 
 def _check_division(config: PPOConfig, actor: PretrainedConfig) -> None:
     """Check `--inference_tp_size`, and say so if the actor's layers will not be divided."""
-    size, lora_dim = config.ppo_memory.inference_tp_size, config.lora.actor_lora_dim
+    size = config.ppo_memory.inference_tp_size
+    lora_dim = config.lora.actor_lora_dim
     check_tensor_parallel(actor, size, dist.world_size(), lora_dim)
     reason = reason_not_to_shard(actor, lora_dim)
     if size > 1 and reason is not None:
         at_zero_3 = "one layer at a time, as with --unpin_actor_parameters"
-        instead = (
-            at_zero_3
-            if config.ppo.actor_zero_stage == 3
-            else "the whole model (at ZeRO-3 one layer at a time)"
-        )
+        if config.ppo.actor_zero_stage == 3:
+            instead = at_zero_3
+        else:
+            instead = "the whole model (at ZeRO-3 one layer at a time)"
         logger().info(
             f"note: --inference_tp_size {size}: {reason}; each rank generates with {instead}"
         )
@@ -171,7 +173,9 @@ def reward_tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     """The reward model's tokenizer if it differs from the actor's; else None."""
     own = read_tokenizer(folder, config.models["reward"][0])
-    return None if own.get_vocab() == tokenizer.get_vocab() else own
+    if own.get_vocab() == tokenizer.get_vocab():
+        return None
+    return own
 
 
 @dataclass(frozen=True)
@@ -191,9 +195,12 @@ class BegunPPO:
 def begin_ppo(config: PPOConfig) -> BegunPPO:
     """Do everything that comes before the models are loaded. Collective. `StopRequested` if the run
     was asked to stop, or is already complete."""
-    ppo, algorithm, validate_only = config.ppo, config.algorithm, config.validate_only
+    ppo = config.ppo
+    algorithm = config.algorithm
+    validate_only = config.validate_only
 
-    functions, held_out_functions = list[CheckedFunction](), list[CheckedFunction]()
+    functions = list[CheckedFunction]()
+    held_out_functions = list[CheckedFunction]()
 
     def check_functions() -> None:
         logger().info(
@@ -254,30 +261,26 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     )
     texts = plain_texts(config, plan, tokenizer, device)
     if not validate_only:
-        show_batches(config, plan)
+        show_ppo_batches(config, plan)
     end_dry_run(config.run, config.safety.resume, None if validate_only else plan.ppo_steps)
     started = time.perf_counter()
-    session = (
-        None
-        if validate_only
-        else open_session(
+    session = None
+    if not validate_only:
+        session = open_session(
             output,
             config,
             inputs_of(config, folders, rows, texts),
             derived_batch_sizes(config, plan),
             plan.ppo_steps,
         )
-    )
     return BegunPPO(output, folders, tokenizer, rows, plan, texts, session, started)
 
 
-def show_batches(config: PPOConfig, plan: PPOPlan) -> None:
+def show_ppo_batches(config: PPOConfig, plan: PPOPlan) -> None:
     """Log batch sizes and warm-up."""
-    totals = (
-        (plan.actor_updates, plan.total_updates)
-        if config.algorithm.has_critic
-        else (plan.actor_updates,)
-    )
+    totals = [plan.actor_updates]
+    if config.algorithm.has_critic:
+        totals.append(plan.total_updates)
     warmups = [(config.warmup_steps(total), total) for total in totals]
     show_plan("PPO: batches", plan.table(), *dict.fromkeys(warmups))
     if plan.warmup_rollouts < config.algorithm.critic_warmup_rollouts:
@@ -359,7 +362,8 @@ def plain_texts(
 
 def evaluation_reward(config: PPOConfig) -> FunctionReward:
     """The function of `--eval_reward_function`, which has no weight and no route."""
-    rewards, text = config.rewards, config.validation.eval_reward_function or ""
+    rewards = config.rewards
+    text = config.validation.eval_reward_function or ""
     spec = parse_function(text, "--eval_reward_function")
     if spec.weight != 1 or spec.sources:
         raise UserError(

@@ -166,7 +166,8 @@ def answered_rows(
     names: list[str | None] = [None] * len(indices)
     if len(data_sources) > 1:
         names = [data_sources[number] for number in requests.prompts[indices]["source"]]
-    lengths, totals = rollout.response_mask.sum(dim=1).tolist(), scores.total.tolist()
+    lengths = rollout.response_mask.sum(dim=1).tolist()
+    totals = scores.total.tolist()
     ended = [FinishReason(reason).name.lower() for reason in rollout.finish_reason.tolist()]
     by_source = dict(zip(requests.mixture.names, scores.by_source.T.tolist(), strict=True))
     turns = turns_of(requests.tokenizer, rollout)
@@ -218,7 +219,10 @@ class Evaluation:
     best: tuple[float, int] | None = None  # (score, PPO step)
 
     def __post_init__(self) -> None:
-        config = greedily(self.sampler.config) if self.flags.eval_greedy else self.sampler.config
+        if self.flags.eval_greedy:
+            config = greedily(self.sampler.config)
+        else:
+            config = self.sampler.config
         self.config = replace(config, samples=self.flags.eval_samples)
 
     def close(self) -> None:
@@ -234,7 +238,8 @@ class Evaluation:
         """Answer all prompts, write the answers, and save models that are trained and the best so
         far. Collective."""
         mine: list[Answered] = []
-        prompts, size = self.requests.prompts, self.flags.eval_batch_size
+        prompts = self.requests.prompts
+        size = self.flags.eval_batch_size
         for [indices] in optimizer_steps(
             range(len(prompts)), size, 1, dist.world_size(), dist.rank()
         ):

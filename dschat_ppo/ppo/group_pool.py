@@ -33,7 +33,7 @@ class GroupPool:
 
     rows_needed: int  # of a PPO step over all ranks, whole groups
     # (N,) raw -> scaled and clipped scores, which differ in an accepted group
-    shaped: Callable[[Tensor], Tensor]
+    scale_and_clip: Callable[[Tensor], Tensor]
     score_range: Sequence[float] = ()  # what the mean of its raw scores is between; empty: any
     # the scores of a source with a weight may differ instead; empty: of none
     source_weights: Sequence[float] = ()
@@ -56,7 +56,7 @@ class GroupPool:
         """Sort the rows of a round (whole groups) into accepted and dropped ones."""
         scored = rows.kept  # (N,) bool; a group is judged by these answers, and stays whole
         scores, groups = rows.scores[scored], rows.groups[scored]  # (n,) each
-        differ = groups_that_differ(self.shaped(scores), groups)  # (n,) bool
+        differ = groups_that_differ(self.scale_and_clip(scores), groups)  # (n,) bool
         for weight, column in zip(self.source_weights, rows.source_scores.T, strict=False):
             if weight != 0:
                 differ = differ | groups_that_differ(column[scored].nan_to_num(), groups)

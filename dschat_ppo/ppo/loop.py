@@ -14,8 +14,8 @@ from __future__ import annotations
 from dschat_ppo.checkpoint.manager import CheckpointManager
 from dschat_ppo.common.phases import announce_step
 from dschat_ppo.monitor.step_trace import NO_TRACE, StepTrace
+from dschat_ppo.ppo.components import PPOComponents
 from dschat_ppo.ppo.mini_dataset import MiniBatch, gather_rows
-from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.ppo.step_report import PPOReport
 from dschat_ppo.types import Experience
 
@@ -72,13 +72,13 @@ def make_experience(
         return None
 
     # clipped score on the last token, KL penalty on each: (N, R)
-    rewarded = ppo.shaping.with_rewards(rows)
+    rewarded = ppo.advantage_computation.with_rewards(rows)
 
     # values, where scoring gives none: the critic's forward and backward pass
     valued = ppo.critic_pass(rewarded, step)
 
     # GAE or a group's baseline, whitening: (N, R)
-    experience = ppo.shaping.advantages(valued, step)
+    experience = ppo.advantage_computation.advantages(valued, step)
     return ppo.keep_if_finite(experience, step)
 
 

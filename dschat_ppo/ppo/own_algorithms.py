@@ -28,7 +28,8 @@ _B, _R = 4, 3
 def check_own_functions(config: PPOConfig) -> None:
     """Run each estimator, policy loss and metric of one's own once, on four made-up rows.
     `UserError` if it does not return what docs/extending.md asks for."""
-    estimator, loss = config.algorithm.advantage_estimator, config.algorithm.policy_loss
+    estimator = config.algorithm.advantage_estimator
+    loss = config.algorithm.policy_loss
     rows = made_up_rows()
     if estimator != "gae":
         rows = replace(rows, values=None)
@@ -57,7 +58,8 @@ class OwnSampler:
     collective."""
 
     def __init__(self, name: str, rows: Sequence[dict[str, Any]], seed: int):
-        self.name, self.count = name, len(rows)
+        self.name = name
+        self.count = len(rows)
         self.order = list[int]()  # of all prompts taken; its places number the groups
         with running_own(f"{SAMPLER} {name}:", name):
             self.own = own_function(SAMPLER, name)(rows, seed)
@@ -87,7 +89,10 @@ class OwnSampler:
     def state_dict(self) -> dict[str, Any]:
         """The state, with that of the class if it has any."""
         with running_own(f"{SAMPLER} {self.name}: state_dict:", self.name):
-            own = self.own.state_dict() if hasattr(self.own, "state_dict") else None
+            if hasattr(self.own, "state_dict"):
+                own = self.own.state_dict()
+            else:
+                own = None
         return {"order": list(self.order), "own": dist.broadcast_object(own)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -110,7 +115,10 @@ def own_metrics(names: Sequence[str], rows: Experience) -> dict[str, float]:
 def _numbers_of(name: str, function: Callable[..., Any], rows: Experience) -> dict[str, float]:
     """A number under the function's name, or a dict of numbers."""
     found = function(rows)
-    by_name = found if isinstance(found, Mapping) else {name.rpartition(":")[2]: found}
+    if isinstance(found, Mapping):
+        by_name = found
+    else:
+        by_name = {name.rpartition(":")[2]: found}
     for key, value in by_name.items():
         is_number = isinstance(value, numbers.Real) or (
             isinstance(value, Tensor) and value.numel() == 1
@@ -171,11 +179,10 @@ def _check_loss(function: Callable[..., Any], rows: Experience) -> None:
 
 def _require_per_token(word: str, values: Any, like: Tensor) -> None:
     if not isinstance(values, Tensor) or values.shape != like.shape or values.dtype != like.dtype:
-        got = (
-            f"{tuple(values.shape)} {values.dtype}"
-            if isinstance(values, Tensor)
-            else type(values).__name__
-        )
+        if isinstance(values, Tensor):
+            got = f"{tuple(values.shape)} {values.dtype}"
+        else:
+            got = type(values).__name__
         raise ValueError(f"{word} must be a tensor {tuple(like.shape)} {like.dtype}, got {got}")
     if values.is_floating_point() and not bool(values.isfinite().all()):
         raise ValueError(f"{word} are not finite")

@@ -116,7 +116,10 @@ def printed_answers(step: int, lines: Sequence[dict[str, Any]]) -> str:
     parts = [f"PPO step {step}: {len(lines)} answers"]
     for number, line in enumerate(lines, start=1):
         by_source = ", ".join(f"{name} {score:.3f}" for name, score in line["scores"].items())
-        score = "none" if math.isnan(line["score"]) else f"{line['score']:.3f}"
+        if math.isnan(line["score"]):
+            score = "none"
+        else:
+            score = f"{line['score']:.3f}"
         if len(line["scores"]) > 1:
             score += f" ({by_source})"
         parts.append(f"[{number}] score {score}, {line['length']} tokens, {ended[line['ended']]}")

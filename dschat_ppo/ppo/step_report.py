@@ -13,9 +13,9 @@ from dschat_ppo.monitor.rollout_metrics import drift_metrics, kl_metrics, phase_
 from dschat_ppo.monitor.step_line import PPO_COLUMNS, show_step
 from dschat_ppo.monitor.trackers import Answer
 from dschat_ppo.monitor.writers import MetricsWriter
+from dschat_ppo.ppo.components import PPOComponents
 from dschat_ppo.ppo.evaluation import Evaluation, shown_metrics
 from dschat_ppo.ppo.samples import Samples
-from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.run.output_folder import KeptModels
 
 RESULT = (
@@ -55,8 +55,10 @@ class PPOReport:
 
     def finish(self, step: int) -> None:
         """Finish the PPO step in flight. Collective."""
-        ppo, state = self.ppo, self.ppo.state
-        metrics, shown = state.metrics | state.sums.reduce(), list[dict[str, Any]]()
+        ppo = self.ppo
+        state = self.ppo.state
+        metrics = state.metrics | state.sums.reduce()
+        shown = list[dict[str, Any]]()
         if state.experience is not None:
             metrics |= update_metrics(ppo, metrics)
             if state.applied:
@@ -80,7 +82,8 @@ class PPOReport:
     def _evaluate(self, step: int) -> dict[str, float]:
         """Metrics of the held-out prompts, if they are due after PPO step `step`; else {}.
         Collective."""
-        ppo, evaluation = self.ppo, self.evaluation
+        ppo = self.ppo
+        evaluation = self.evaluation
         if evaluation is None or not evaluation.is_due(step, ppo.plan.ppo_steps):
             return {}
         with ppo.clock.phase("evaluate"):
@@ -92,10 +95,8 @@ class PPOReport:
     def result(self) -> dict[str, Any]:
         """For `result.json`: `RESULT` and the evaluations, `_before` of the first step and `_after`
         of the last."""
-        first, last = (
-            {**self.ppo.state.first, **(self.ppo.state.evaluated or {})},
-            self.ppo.state.last,
-        )
+        first = {**self.ppo.state.first, **(self.ppo.state.evaluated or {})}
+        last = self.ppo.state.last
         shown = [
             name for name in last if name in first and (name in RESULT or name.startswith("eval/"))
         ]
@@ -113,7 +114,8 @@ def update_metrics(ppo: PPOComponents, metrics: dict[str, float]) -> dict[str, f
     that were applied. Rollout log-probs are compared with those of a training forward pass: over
     all tokens if `old_logprobs` come from one, and then the KL to the reference is measured with
     them again; else over the first optimizer step, whose pass precedes every update."""
-    state, epochs = ppo.state, ppo.config.ppo.ppo_epochs
+    state = ppo.state
+    epochs = ppo.config.ppo.ppo_epochs
     experience = state.experience
     assert experience is not None
     tokens = float(experience.response_mask.sum() + experience.prompt_mask.sum())

@@ -33,18 +33,20 @@ from dschat_ppo.models.saving import (
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.step_line import PPO_COLUMNS
 from dschat_ppo.monitor.writers import JsonLines, write_result
-from dschat_ppo.ppo.begin_ppo import begin_ppo, evaluation_reward, reward_tokenizer
+from dschat_ppo.ppo.begin_ppo import BegunPPO, begin_ppo, evaluation_reward, reward_tokenizer
+from dschat_ppo.ppo.components import PPOComponents
 from dschat_ppo.ppo.evaluation import Evaluation, shown_metrics
 from dschat_ppo.ppo.loop import run
+from dschat_ppo.ppo.resumable import ResumablePPO
 from dschat_ppo.ppo.samples import Samples
 from dschat_ppo.ppo.score import RewardRequests
-from dschat_ppo.ppo.state import PPOComponents, ResumablePPO
 from dschat_ppo.ppo.step_report import PPOReport
 from dschat_ppo.rewards.build_rewards import build_sources
 from dschat_ppo.rewards.learned_reward import SEPARATOR, STATISTICS, ModelReward, model_reward
-from dschat_ppo.rewards.reward_source import RewardMixture
+from dschat_ppo.rewards.reward_source import RewardMixture, RewardSource
 from dschat_ppo.run.model_card import model_card
 from dschat_ppo.run.output_folder import KeptModels, remove_checkpoints
+from dschat_ppo.run.session import Session
 from dschat_ppo.run.start_and_end import (
     changes_of,
     show_end,
@@ -60,102 +62,136 @@ SAMPLES_PER_STEP = 8
 def train_ppo(config: PPOConfig) -> dict[str, Any]:
     """Run step 3; returns the contents of `result.json`."""
     begun = begin_ppo(config)
-    output, rows, plan, tokenizer, session = (
-        begun.output,
-        begun.rows,
-        begun.plan,
-        begun.tokenizer,
-        begun.session,
-    )
+    output = begun.output
+    tokenizer = begun.tokenizer
 
     announce("load models")
-    folders = begun.folders if session is not None else replace(begun.folders, critic=None)
-    engines = RLHFEngine(config, plan, folders)
+    folders = begun.folders
+    if begun.session is None:  # an evaluation alone needs no critic
+        folders = replace(folders, critic=None)
+    engines = RLHFEngine(config, begun.plan, folders)
     forms = saved_forms(config, engines, tokenizer)
     with ExitStack() as at_end:
-        learned = learned_reward(config, engines, tokenizer, plan.micro_batch_tokens)
-        episodes, flags = None, config.environment
-        if flags.is_used:
-            journal = None if session is None else output  # an evaluation alone is not resumed
-            episodes = EpisodeRollouts(flags, tokenizer, config.ppo.max_prompt_seq_len, journal)
-            at_end.enter_context(closing(episodes))
-        others = [] if episodes is None else episodes.reward_sources
-        rewards = at_end.enter_context(closing(build_sources(config.rewards, learned, others)))
-        components = PPOComponents(
-            config, plan, rows, tokenizer, engines, rewards, begun.texts, episodes
-        )
+        components = build_components(config, begun, engines, at_end)
         show_roles(config, components, begun.folders, output)
-        evaluation, health = None, HealthWatch(config.health)
-        kept = KeptModels(
+        kept_models = KeptModels(
             output,
             config.safety.save_hf_steps,
             config.validation.save_best,
             lambda folder: save_models(engines, forms, tokenizer, folder),
         )
-        if rows.eval is not None:
-            held_out = evaluation_of(
-                config, components, rows.eval, rows.eval_sources, tokenizer, kept
+        evaluation = None
+        if begun.rows.eval is not None:
+            evaluation = evaluation_of(
+                config,
+                components,
+                begun.rows.eval,
+                begun.rows.eval_sources,
+                tokenizer,
+                kept_models,
             )
-            evaluation = at_end.enter_context(closing(held_out))
-        if session is None:
+            at_end.enter_context(closing(evaluation))
+        if begun.session is None:
             assert evaluation is not None  # --validate_only needs --eval_data_path
             announce("evaluate")
             engines.eval()
-            found = evaluation.run(0)
-            logger().info(f"evaluation: {shown_metrics(found)}")
-            return write_validation(output, found, time.perf_counter() - begun.started)
+            metrics = evaluation.run(0)
+            logger().info(f"evaluation: {shown_metrics(metrics)}")
+            return write_validation(output, metrics, time.perf_counter() - begun.started)
 
-        lines = JsonLines(output / SAMPLES)
-        samples = Samples(
-            lines,
-            config.ppo.sample_interval,
-            SAMPLES_PER_STEP,
-            tokenizer,
-            rewards.names,
-            rows.sources,
-        )
         announce("train")
-        resumable = ResumablePPO(components, evaluation, health, [lines])
-        with session.training(resumable) as (writer, checkpointer):
-            lines.begin()
-            health.begin(output)
-            report = PPOReport(components, evaluation, health, writer, kept, samples)
-            with report.bar:
-                report.evaluate_before_training()
-                run(components, report, checkpointer, session.trace)
+        report = train(config, begun, begun.session, components, evaluation, kept_models)
         result = report.result()
 
     announce("save models")
     save_models(engines, forms, tokenizer, output)
-    result |= {
-        "ppo_steps": plan.ppo_steps,
-        "optimizer_steps": plan.total_updates,
-        "world_size": dist.world_size(),
-    }
+    result["ppo_steps"] = begun.plan.ppo_steps
+    result["optimizer_steps"] = begun.plan.total_updates
+    result["world_size"] = dist.world_size()
     result["seconds"] = round(time.perf_counter() - begun.started, 2)
     write_result(output, result)
     if dist.is_main() and not config.safety.keep_final_checkpoint:
         remove_checkpoints(output)
-    show_result(result, output, begun.folders.actor, session.checkpoint is not None)
+    show_result(result, output, begun.folders.actor, begun.session.checkpoint is not None)
     return result
+
+
+def build_components(
+    config: PPOConfig, begun: BegunPPO, engines: RLHFEngine, at_end: ExitStack
+) -> PPOComponents:
+    """The components of step 3, with its rewards and environments, which `at_end` closes.
+    Collective."""
+    learned = learned_reward(config, engines, begun.tokenizer, begun.plan.micro_batch_tokens)
+    episodes = None
+    episode_rewards: Sequence[tuple[RewardSource, float]] = []
+    if config.environment.is_used:
+        journal = None
+        if begun.session is not None:  # an evaluation alone is not resumed
+            journal = begun.output
+        episodes = EpisodeRollouts(
+            config.environment, begun.tokenizer, config.ppo.max_prompt_seq_len, journal
+        )
+        at_end.enter_context(closing(episodes))
+        episode_rewards = episodes.reward_sources
+    rewards = build_sources(config.rewards, learned, episode_rewards)
+    at_end.enter_context(closing(rewards))
+    return PPOComponents(
+        config,
+        begun.plan,
+        begun.rows,
+        begun.tokenizer,
+        engines,
+        rewards,
+        begun.texts,
+        episodes,
+    )
+
+
+def train(
+    config: PPOConfig,
+    begun: BegunPPO,
+    session: Session,
+    components: PPOComponents,
+    evaluation: Evaluation | None,
+    kept_models: KeptModels,
+) -> PPOReport:
+    """Run the PPO steps that are left, from the checkpoint if there is one; returns what reports
+    them. Collective."""
+    health = HealthWatch(config.health)
+    lines = JsonLines(begun.output / SAMPLES)
+    samples = Samples(
+        lines,
+        config.ppo.sample_interval,
+        SAMPLES_PER_STEP,
+        begun.tokenizer,
+        components.collection.requests.mixture.names,
+        begun.rows.sources,
+    )
+    resumable = ResumablePPO(components, evaluation, health, [lines])
+    with session.training(resumable) as (writer, checkpointer):
+        lines.begin()
+        health.begin(begun.output)
+        report = PPOReport(components, evaluation, health, writer, kept_models, samples)
+        with report.bar:
+            report.evaluate_before_training()
+            run(components, report, checkpointer, session.trace)
+    return report
 
 
 def show_roles(config: PPOConfig, ppo: PPOComponents, folders: ModelFolders, output: Path) -> None:
     """Log the models, the generation engine and the output folder."""
-    engines, reference = ppo.engines, folders.reference or folders.actor
+    engines = ppo.engines
+    reference = folders.reference or folders.actor
     roles = {
         "actor": (engines.actor, folders.actor),
         "reference": (engines.reference, reference),
         "critic": (engines.critic, folders.critic),
         "reward model": (engines.reward, folders.reward),
-        **dict(
-            zip(
-                config.teacher.models,
-                zip(engines.teachers, folders.teachers, strict=True),
-                strict=True,
-            )
-        ),
     }
+    for name, engine, folder in zip(
+        config.teacher.models, engines.teachers, folders.teachers, strict=True
+    ):
+        roles[name] = (engine, folder)
     rollout = ("rollout", ppo.collection.sampler.engine_text)
     show_models(roles, config.run.dtype, output, [rollout], trains=not config.validate_only)
 
@@ -190,8 +226,8 @@ def save_models(
     save_model(engines.actor, tokenizer, output / "actor", form=forms["actor"])
     if engines.actor_average is not None:
         average = engines.actor_average.gathered()
-        place = output / "actor_ema"
-        save_model(engines.actor, tokenizer, place, weights=average, form=forms["actor"])
+        folder = output / "actor_ema"
+        save_model(engines.actor, tokenizer, folder, weights=average, form=forms["actor"])
     if engines.critic is not None:
         # A critic that started from a reward model does not keep what describes that model's
         # scores.
@@ -223,15 +259,15 @@ def learned_reward(
         return None
     flag, name = config.models["reward"]
     folder = model_folder(name, flag)
-    own = reward_tokenizer(config, folder, tokenizer)
-    if own is not None:
+    reward_model_tokenizer = reward_tokenizer(config, folder, tokenizer)
+    if reward_model_tokenizer is not None:
         logger().info("the reward model has its own tokenizer: answers are tokenised again for it")
     standardise = config.algorithm.normalize_rewards == "model"
     return model_reward(
         engines.reward,
         folder,
         tokenizer,
-        own,
+        reward_model_tokenizer,
         config.rewards.process_reward,
         batch_tokens,
         standardise,
@@ -244,20 +280,29 @@ def evaluation_of(
     rows: Dataset,
     data_sources: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
-    kept: KeptModels,
+    kept_models: KeptModels,
 ) -> Evaluation:
     """Evaluation over the held-out prompts, whose column `source` numbers the `data_sources`."""
-    flags, collection = config.validation, ppo.collection
+    flags = config.validation
+    collection = ppo.collection
     rows = rows.select(range(min(flags.eval_max_prompts or len(rows), len(rows))))
     mixture = collection.requests.mixture
     if flags.eval_reward_function:
         mixture = RewardMixture([(evaluation_reward(config), 1.0)], config.rewards.default_score)
     scorer = None
     if collection.passes.reference is not None:
-        old_logprobs: OldLogprobs = "recompute" if config.recompute_old_logprobs else "rollout"
+        old_logprobs: OldLogprobs = "rollout"
+        if config.recompute_old_logprobs:
+            old_logprobs = "recompute"
         scorer = replace(collection.passes, critic=None, teachers=None, old_logprobs=old_logprobs)
 
     requests = RewardRequests(mixture, rows, tokenizer, collection.sampler.episodes)
     return Evaluation(
-        flags, collection.sampler, requests, scorer, kept.output, kept.save_best, data_sources
+        flags,
+        collection.sampler,
+        requests,
+        scorer,
+        kept_models.output,
+        kept_models.save_best,
+        data_sources,
     )

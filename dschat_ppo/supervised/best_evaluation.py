@@ -38,11 +38,9 @@ class BestEvaluation:
 
     def result(self) -> dict[str, float]:
         """For `result.json`."""
-        return (
-            {}
-            if self.found is None
-            else {f"best_{self.metric.name}": self.found[0], "best_step": self.found[1]}
-        )
+        if self.found is None:
+            return {}
+        return {f"best_{self.metric.name}": self.found[0], "best_step": self.found[1]}
 
     def state_dict(self) -> dict[str, Any]:
         """Entries of a checkpoint."""

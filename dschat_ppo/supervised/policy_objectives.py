@@ -74,7 +74,8 @@ def dpo_loss(
     to reference of the chosen and the rejected answer, divided by `num_pairs` of the whole
     optimizer step."""
     assert batch.ref_logprobs is not None
-    real, num_tokens = batch.pair_mask, batch.answer_mask.sum(dim=1)
+    real = batch.pair_mask
+    num_tokens = batch.answer_mask.sum(dim=1)
     # (2 B,): chosen, then rejected
     logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask)
     chosen, rejected = log_ratios(logprobs, batch.ref_logprobs, num_tokens, flags.objective)
@@ -160,7 +161,8 @@ def kto_loss(
 ) -> Tensor:
     """Sum over answers of the KTO loss, divided by `num_rows` of the whole optimizer step."""
     assert batch.ref_logprobs is not None and batch.baseline is not None
-    real, desirable = batch.row_mask, batch.desirable
+    real = batch.row_mask
+    desirable = batch.desirable
     logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask)  # (B,) fp64
     ratios = logprobs - batch.ref_logprobs[:, 0]
     weights = (flags.kto_desirable_weight, flags.kto_undesirable_weight)
@@ -211,7 +213,8 @@ def mismatched_rows(rows: Dataset) -> np.ndarray:
     for part in rows.select_columns(["prompt_ids"]).with_format("numpy").iter(1000):
         keys = [hash(np.asarray(ids, dtype=np.int64).tobytes()) for ids in part["prompt_ids"]]
         prompts += [numbers.setdefault(key, len(numbers)) for key in keys]
-    order, most = np.argsort(prompts, kind="stable"), max(Counter(prompts).values(), default=0)
+    order = np.argsort(prompts, kind="stable")
+    most = max(Counter(prompts).values(), default=0)
     other = np.empty(len(order), dtype=np.int64)
     other[order] = np.roll(order, 1 if most == len(order) else most)
     return other
@@ -295,14 +298,14 @@ def reference_free_loss(
     chosen, rejected = used.chunk(2)  # (B,) each
     nll = -means.chunk(2)[0]  # (B,)
     if flags.objective == "orpo":
-        contrast, nll_weight = orpo_pair_loss(chosen, rejected, flags.strength), 1.0
+        contrast = orpo_pair_loss(chosen, rejected, flags.strength)
+        nll_weight = 1.0
     elif flags.objective == "simpo":
-        contrast, nll_weight = (
-            simpo_pair_loss(chosen, rejected, flags.strength, flags.simpo_gamma),
-            flags.nll_weight,
-        )
+        contrast = simpo_pair_loss(chosen, rejected, flags.strength, flags.simpo_gamma)
+        nll_weight = flags.nll_weight
     else:
-        contrast, nll_weight = cpo_pair_loss(chosen, rejected, flags.strength), flags.nll_weight
+        contrast = cpo_pair_loss(chosen, rejected, flags.strength)
+        nll_weight = flags.nll_weight
     losses = contrast + nll_weight * nll if nll_weight else contrast  # (B,)
     lead = chosen - rejected
     for name, values in (

@@ -83,7 +83,8 @@ def sft_objective(
     pad_id: int, train_on_prompt: bool, device: torch.device, teacher: SFTTeacher | None = None
 ) -> Objective[SFTBatch]:
     """Mean cross entropy over the tokens of the answers, or divergence from a teacher."""
-    loss, shown = sft_loss, ("loss",) if teacher is None else ("divergence", "loss")
+    loss = sft_loss
+    shown = ("loss",) if teacher is None else ("divergence", "loss")
     if teacher is not None:
         loss = partial(sft_loss, teacher=teacher)
     collate = on_device(collate_sft, device, pad_id, train_on_prompt)
@@ -92,7 +93,8 @@ def sft_objective(
 
 def sft_teacher(config: SFTConfig, run: SupervisedRun) -> SFTTeacher | None:
     """The teacher of the run, in its engine; None without one."""
-    flags, dtype = config.teacher, config.run.dtype
+    flags = config.teacher
+    dtype = config.run.dtype
     if run.teacher is None:
         return None
     teacher, ds_config = frozen_policy(
@@ -111,7 +113,9 @@ def sft_teacher(config: SFTConfig, run: SupervisedRun) -> SFTTeacher | None:
 
 def train_sft(config: SFTConfig) -> dict[str, Any]:
     """Run step 1; returns the contents of `result.json`."""
-    fit, flags, title = config.fit, config.run, "step 1: supervised fine-tuning"
+    fit = config.fit
+    flags = config.run
+    title = "step 1: supervised fine-tuning"
     run = begin_supervised_run(config, "SFT", title)
     resize = flags.resize_vocabulary
     model = PolicyModel(

@@ -57,7 +57,7 @@ from dschat_ppo.supervised.trainer import (
     SupervisedTrainer,
     fit_ds_config,
     plan_batches,
-    show_batches,
+    show_supervised_batches,
 )
 from dschat_ppo.types import Engine
 
@@ -89,7 +89,8 @@ def begin_supervised_run(config: FitConfig, name: str, title: str) -> Supervised
     """Do everything that comes before the model is loaded. `StopRequested` if the run was asked to
     stop, or is already complete. Collective. `name`: in lines about batches and progress; `title`:
     the first line of the log."""
-    fit, named = config.fit, config.best.metric_for_best
+    fit = config.fit
+    named = config.best.metric_for_best
     device, output = begin_run(config)
     logger().info(title)
     adapter = adapter_settings(config.lora, config.adapters)
@@ -119,24 +120,28 @@ def begin_supervised_run(config: FitConfig, name: str, title: str) -> Supervised
     announce("prepare data")
     rows = prepare(config.step_data, tokenizer)
     if rows.eval is None and (fit.validate_only or named is not None):
-        flag = "--validate_only" if fit.validate_only else f"--metric_for_best {named}"
+        if fit.validate_only:
+            flag = "--validate_only"
+        else:
+            flag = f"--metric_for_best {named}"
         raise UserError(
             f"{flag}: there are no evaluation rows; give --eval_data_path, or an --eval_fraction"
             " above 0"
         )
     report_learning_rate(fit, adapter, folder)
     log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)
-    packing = plan_packing(rows.train, fit.max_seq_len) if fit.packing else None
+    if fit.packing:
+        packing = plan_packing(rows.train, fit.max_seq_len)
+    else:
+        packing = None
     plan = plan_batches(
         fit, rows.train, packing, config.schedule.max_steps, config.memory.sequence_parallel_size
     )
     if config.run.dry_run and not fit.validate_only:
-        show_batches(name, plan, config)
+        show_supervised_batches(name, plan, config)
     end_dry_run(config.run, config.safety.resume, None if fit.validate_only else plan.total_steps)
-    overlay, bases = (
-        ("--deepspeed_config", config.run.deepspeed_config),
-        with_bases([(MODEL, folder), *([(TEACHER, teacher)] if teacher else [])]),
-    )
+    overlay = ("--deepspeed_config", config.run.deepspeed_config)
+    bases = with_bases([(MODEL, folder), *([(TEACHER, teacher)] if teacher else [])])
     session = (
         None
         if fit.validate_only
@@ -194,16 +199,19 @@ def train_and_save(
     """Train, resuming from the session's checkpoint if it has one; save the model, write
     `result.json` and return its content. Without a session, only evaluate. `teacher`: shown beside
     the model."""
-    output, config, started = run.output, run.config, time.perf_counter()
+    output = run.output
+    config = run.config
+    started = time.perf_counter()
     if (session := run.session) is None:
         announce("evaluate")
         return write_validation(output, trainer.evaluate(), time.perf_counter() - started)
     roles = {"model": (trainer.engine, run.folder), "teacher": (teacher, run.teacher)}
     show_models(roles, config.run.dtype, output)
-    show_batches(run.name, trainer.plan, config)
+    show_supervised_batches(run.name, trainer.plan, config)
     announce("train")
 
-    keeps_best, every = config.best.metric_for_best is not None, config.safety.save_hf_steps
+    keeps_best = config.best.metric_for_best is not None
+    every = config.safety.save_hf_steps
     kept = KeptModels(output, every, keeps_best, lambda folder: trainer.save(folder, run.tokenizer))
     with session.training(trainer) as (writer, checkpointer):
         trainer.health.begin(output)
@@ -224,7 +232,8 @@ def train_and_save(
     steps = counted(int(result["optimizer_steps"]), "optimizer step")
     if "skipped_steps" in result:
         steps += f" ({result['skipped_steps']} more were skipped: NaN or infinity)"
-    is_resumed, changes = session.checkpoint is not None, changes_of(result, names)
+    is_resumed = session.checkpoint is not None
+    changes = changes_of(result, names)
     show_end(run.name, steps, result["seconds"], changes, [output], next_command, is_resumed)
     return result
 
@@ -237,22 +246,25 @@ def write_answers(
     write. Collective, also its `StorageError`."""
     if trainer.rows.eval is None:
         return
-    rows, score, problem = (
-        trainer.rows.eval.select(range(min(SHOWN_ROWS, len(trainer.rows.eval)))),
-        None,
-        None,
-    )
+    rows = trainer.rows.eval.select(range(min(SHOWN_ROWS, len(trainer.rows.eval))))
+    score = None
+    problem = None
     if trainer.objective.score is not None:  # (rows, answers)
         of_rows = partial(trainer.objective.score, trainer.engine)
         score = score_rows(trainer.engine, rows, of_rows, SHOWN_ROWS, "samples").tolist()
     if dist.is_main():
-        path, lines = output / "eval" / f"step_{trainer.steps:06d}.jsonl", []
+        path = output / "eval" / f"step_{trainer.steps:06d}.jsonl"
+        lines = []
         for number, row in enumerate(rows):
-            ids, answers = row["prompt_ids"], row["answers"]
+            ids = row["prompt_ids"]
+            answers = row["answers"]
             prompt = tokenizer.decode(ids, skip_special_tokens=True)
             whole = [text_between(tokenizer, [*ids, *own], len(ids)) for own in answers]
             line = {"prompt": prompt, "answers": whole, "lengths": list(map(len, answers))}
-            line["ended"] = ["chosen", "rejected"] if len(answers) == 2 else ["data"] * len(answers)
+            if len(answers) == 2:
+                line["ended"] = ["chosen", "rejected"]
+            else:
+                line["ended"] = ["data"] * len(answers)
             lines.append(
                 json.dumps(line if score is None else line | {"scores": score[number]}) + "\n"
             )

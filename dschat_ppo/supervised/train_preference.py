@@ -75,7 +75,9 @@ def load_trained_model(
     """The model that the objective trains: a classifier with a scalar head (new if the folder has
     none), or a language model. A language model has no dropout unless `--dropout` is given, since
     the reference has none."""
-    fit, dtype, resize = config.fit, config.run.dtype, config.run.resize_vocabulary
+    fit = config.fit
+    dtype = config.run.dtype
+    resize = config.run.resize_vocabulary
     model: PolicyModel | ScalarModel
     if config.has_head:
         model = ScalarModel(
@@ -112,14 +114,18 @@ def step_command(step: str, words: Sequence[str]) -> str:
     """The command that runs a step on as many ranks as this machine has in this run, for a
     shell."""
     ranks = dist.local_world_size()
-    count = ["--num_accelerators", str(ranks)] if ranks > 1 or dist.on_gpu() else []
+    if ranks > 1 or dist.on_gpu():
+        count = ["--num_accelerators", str(ranks)]
+    else:
+        count = []
     return tool_command("", [step, *count, *words])
 
 
 def ppo_words(config: PreferenceConfig, model: str, reward: str) -> list[str]:
     """The flags of step 3 after the run of `config`, which trained the reward model `reward`: for
     the actor `model`, over the same data, with rows as long and its memory settings."""
-    data, fit = config.data, config.fit
+    data = config.data
+    fit = config.fit
     if parse_data_split(data.data_split)[2] == 0:  # all rows were for other steps
         data = replace(data, data_split="0,0,1")
     words = [

@@ -124,9 +124,12 @@ class SupervisedPlan:
         return self.max_steps or times(self.steps_per_epoch, self.flags.num_train_epochs)
 
     def table(self) -> list[tuple[str, str]]:
-        steps, row, lines = self.steps_per_epoch, "row", []
+        steps = self.steps_per_epoch
+        row = "row"
+        lines = []
         if self.packing is not None:
-            row, room = "packed row", self.rows * self.packing.capacity
+            row = "packed row"
+            room = self.rows * self.packing.capacity
             full = f"{100 * (self.tokens or 0) / room:.1f} % full"
             samples = (
                 f"{self.packing.samples} samples in {self.rows} rows of {self.packing.capacity}"
@@ -167,7 +170,7 @@ def plan_batches(
     )
 
 
-def show_batches(title: str, plan: SupervisedPlan, config: FitConfig) -> None:
+def show_supervised_batches(title: str, plan: SupervisedPlan, config: FitConfig) -> None:
     """Log the table of batches and the warm-up of a step."""
     show_plan(
         f"{title}: batches", plan.table(), (config.warmup_steps(plan.total_steps), plan.total_steps)
@@ -188,15 +191,20 @@ class SupervisedTrainer(Generic[Batch]):
         config: FitConfig,
         nonfinite: NonFinitePolicy | None = None,
     ):
-        fit, run = config.fit, config.run
+        fit = config.fit
+        run = config.run
         self.nonfinite = nonfinite or NonFinitePolicy(config.safety)
-        self.packing = plan_packing(rows.train, fit.max_seq_len) if fit.packing else None
+        self.packing: PackingPlan | None = None
+        if fit.packing:
+            self.packing = plan_packing(rows.train, fit.max_seq_len)
         self.plan = plan_batches(
             fit, rows.train, self.packing, config.schedule.max_steps, dist.sequence_ranks()
         )
         self.passes = passes_for(rows.train, fit.max_seq_len)
         self.objective = objective
-        self.fit, self.console, self.seed = fit, config.console, run.seed
+        self.fit = fit
+        self.console = config.console
+        self.seed = run.seed
         self.saved_form = SavedForm(
             merge=config.adapters.lora_merge or not config.adapters.only_optimize_lora,
             card=partial(model_card, config, "model"),
@@ -270,7 +278,8 @@ class SupervisedTrainer(Generic[Batch]):
                     progress,
                     self.console,
                 )
-                interval, ends = self.fit.eval_interval, step == self.plan.total_steps
+                interval = self.fit.eval_interval
+                ends = step == self.plan.total_steps
                 if (
                     ends
                     or step % self.plan.steps_per_epoch == 0
@@ -297,20 +306,20 @@ class SupervisedTrainer(Generic[Batch]):
     def steps_left(self) -> Iterator[list[list[int]]]:
         """For each optimizer step that is left: the row numbers of this rank's micro-batches, or of
         the passes into which these are divided."""
-        per_epoch, total = self.plan.steps_per_epoch, self.plan.total_steps
+        per_epoch = self.plan.steps_per_epoch
+        total = self.plan.total_steps
         epoch, done = divmod(self.steps, per_epoch)
         for number in range(epoch, -(-total // per_epoch)):
-            seed, packed = self.seed, []
+            seed = self.seed
+            packed = []
             order: Iterable[int]
             if self.packing is None:
                 order = chunked_order(self.rows.train, seed, number)
             else:
                 packed = self.packing.epoch(seed, number)
                 order = range(len(packed))
-            micro, accumulation = (
-                self.fit.per_device_train_batch_size,
-                self.fit.gradient_accumulation_steps,
-            )
+            micro = self.fit.per_device_train_batch_size
+            accumulation = self.fit.gradient_accumulation_steps
             steps = optimizer_steps(order, micro, accumulation, dist.data_ranks(), dist.data_rank())
             # the last epoch may be cut
             for micro_batches in islice(steps, done, total - number * per_epoch):
@@ -327,7 +336,10 @@ class SupervisedTrainer(Generic[Batch]):
         last bits, do not change if the run is made longer."""
         fit = self.fit
         batch = fit.per_device_eval_batch_size * dist.data_ranks()
-        steps = 0 if fit.validate_only else min(self.plan.total_steps, self.plan.steps_per_epoch)
+        if fit.validate_only:
+            steps = 0
+        else:
+            steps = min(self.plan.total_steps, self.plan.steps_per_epoch)
         taken = steps * self.plan.global_batch
         if self.packing is None:
             order = list(chunked_order(self.rows.train, self.seed, 0))
@@ -403,7 +415,8 @@ class SupervisedTrainer(Generic[Batch]):
             return {}
         with self.clock.phase("evaluate"):
             self.engine.eval()
-            rows, size = self.rows.eval, self.fit.per_device_eval_batch_size
+            rows = self.rows.eval
+            size = self.fit.per_device_eval_batch_size
             sums = MetricSums(self.rows.eval_sources)
             steps = optimizer_steps(range(len(rows)), size, 1, dist.data_ranks(), dist.data_rank())
             used = list(islice(steps, self.fit.eval_iters or None))  # 0: all
@@ -486,7 +499,7 @@ class SupervisedTrainer(Generic[Batch]):
             "described": (
                 self.described[0] if self.described and self.described[1] == self.steps else None
             ),
-            "guard": self.nonfinite.state_dict(),
+            "nonfinite": self.nonfinite.state_dict(),
             "health": self.health.state_dict(),
             "data": (
                 self.rows.train.state_dict() if isinstance(self.rows.train, StreamedRows) else None
@@ -499,10 +512,15 @@ class SupervisedTrainer(Generic[Batch]):
 
     def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None:
         """Restore `shared_state()`."""
-        self.steps, self.before, self.after = shared["steps"], shared["before"], shared["after"]
+        self.steps = shared["steps"]
+        self.before = shared["before"]
+        self.after = shared["after"]
         self.best.load_state_dict(shared)
-        self.described = (shared["described"], self.steps) if shared.get("described") else None
-        self.nonfinite.load_state_dict(shared["guard"])
+        if shared.get("described"):
+            self.described = (shared["described"], self.steps)
+        else:
+            self.described = None
+        self.nonfinite.load_state_dict(shared["nonfinite"])
         self.health.load_state_dict(shared["health"])
         if isinstance(self.rows.train, StreamedRows):
             self.rows.train.load_state_dict(shared.get("data"))
@@ -510,6 +528,7 @@ class SupervisedTrainer(Generic[Batch]):
 
 def fit_ds_config(config: FitConfig) -> Config:
     """The DeepSpeed configuration of steps 1 and 2."""
-    ranks, device = dist.world_size(), dist.device().type
+    ranks = dist.world_size()
+    device = dist.device().type
     check_zero_plus_plus(config.memory, False, ranks, device)
     return config_of_run(config, config.fit.zero_stage, ranks, device)

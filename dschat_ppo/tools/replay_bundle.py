@@ -29,7 +29,7 @@ from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite import BUNDLE, MODEL, bad_rows
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.teaching import full_kl_reference, teachers_of
-from dschat_ppo.ppo.update import ActorLoss, critic_loss, ptx_loss
+from dschat_ppo.ppo.token_losses import ActorLoss, critic_loss, ptx_loss
 from dschat_ppo.supervised.sft import SFTTeacher, sft_loss
 from dschat_ppo.supervised.train_preference import OBJECTIVES
 from dschat_ppo.types import Experience, MinimumLength, RewardedRollout, record_of, to_device

@@ -24,10 +24,10 @@ from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.ppo.collect import ExperienceCollection, Prompts
+from dschat_ppo.ppo.components import PPOComponents
 from dschat_ppo.ppo.generation_settings import check_stop_ids, generation_config, greedily
 from dschat_ppo.ppo.group_pool import GroupPool
 from dschat_ppo.ppo.score import ForwardPasses
-from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.rewards.reward_source import (
     FailedRows,
     RewardFunctionError,
@@ -600,7 +600,9 @@ def test_the_weights_of_the_sources_and_the_range_reach_the_parts_and_the_run_tr
         " --importance_floor 0.5"
     )
     run = PlainRun(assets, tmp_path / "run", words)
-    assert run.ppo.shaping.source_weights == [1.0] and run.ppo.collection.pool.score_range == [
+    assert run.ppo.advantage_computation.source_weights == [
+        1.0
+    ] and run.ppo.collection.pool.score_range == [
         0.2,
         2.8,
     ]

@@ -238,7 +238,11 @@ def test_a_stop_during_a_rollout_discards_it_and_the_resumed_run_samples_it_agai
     before, did_before, _, require_equal = stopped(assets, tmp_path, question=question)
     assert did_before[-2:] == [last, ("save_if_due", (1, 0), False)]
     state, collection = before.ppo.state, before.ppo.collection
-    assert (state.experience, collection.stream.taken, before.ppo.shaping.running.count) == (
+    assert (
+        state.experience,
+        collection.stream.taken,
+        before.ppo.advantage_computation.running.count,
+    ) == (
         None,
         4,
         4,

@@ -21,7 +21,7 @@ from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.score import texts_of
-from dschat_ppo.ppo.update import ActorLoss, critic_loss
+from dschat_ppo.ppo.token_losses import ActorLoss, critic_loss
 from dschat_ppo.tools.replay_bundle import read_bundle
 from dschat_ppo.types import Experience, MinimumLength, RewardedRollout, record_of, tensors_of
 
@@ -158,13 +158,13 @@ def test_values_that_are_not_finite_make_no_update_but_a_step(assets, tmp_path):
     with pytest.raises(StopRequested):
         run.run(StopAt(run, (1, 0)))
     weights = {name: weight.clone() for name, weight in run.weights.items()}
-    adapted = run.ppo.shaping.state_dict()
+    adapted = run.ppo.advantage_computation.state_dict()
     length = (tmp_path / "run/metrics.jsonl").stat().st_size
     with pytest.raises(StopRequested):
         run.run(StopAt(run, (2, 0)), (length, 2))
     assert run.lines[1]["optim/nonfinite_skipped"] == 1 and "value/loss" not in run.lines[1]
     assert all(torch.equal(weights[name], weight) for name, weight in run.weights.items())
-    assert run.ppo.shaping.state_dict() == adapted
+    assert run.ppo.advantage_computation.state_dict() == adapted
     assert all(weight.grad is None for weight in run.ppo.engines.critic.parameters()), (
         "the gradients are dropped"
     )

@@ -22,7 +22,7 @@ from dschat_ppo.models.wrapped_models import (
 )
 from dschat_ppo.ppo import begin_ppo
 from dschat_ppo.ppo.mini_dataset import MiniDataset, TextBatches, gather_rows
-from dschat_ppo.ppo.update import RecordedTokens
+from dschat_ppo.ppo.token_losses import RecordedTokens
 from dschat_ppo.types import Experience, concat_rows
 
 LENGTHS = (3, 1, 4, 0, 2, 5, 1, 3)

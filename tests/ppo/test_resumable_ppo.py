@@ -16,7 +16,8 @@ from dschat_ppo.config.health_flags import PPOHealthFlags
 from dschat_ppo.data.batches import IndexStream
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.nonfinite import NonFinitePolicy
-from dschat_ppo.ppo.state import PPOState, ResumablePPO
+from dschat_ppo.ppo.resumable import ResumablePPO
+from dschat_ppo.ppo.state import PPOState
 from dschat_ppo.ppo.update import Outcome
 
 BEGINS = ": was off when the checkpoint was saved, so it starts from scratch\n"
@@ -66,7 +67,7 @@ def resumable(
         state=PPOState(),
         texts=SimpleNamespace(stream=IndexStream(range(5), seed=2)) if texts else None,
         nonfinite=NonFinitePolicy(config.safety),
-        shaping=computation(),
+        advantage_computation=computation(),
         collection=collection_of(collection),
     )
     return ResumablePPO(

@@ -16,7 +16,7 @@ from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo.advantages import AdvantageComputation
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.teaching import Teachers
-from dschat_ppo.ppo.update import ActorLoss
+from dschat_ppo.ppo.token_losses import ActorLoss
 from dschat_ppo.types import Experience, MinimumLength, RewardedRollout, concat_rows, select_rows
 
 TEMPERATURE, ANSWERS, PROMPTS, SEEN = 0.8, (4, 2, 0, 3), (3, 5, 2, 1), (6, 5, 2, 4)

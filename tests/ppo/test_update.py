@@ -24,10 +24,11 @@ from dschat_ppo.models.router_recorder import recorded_router
 from dschat_ppo.models.wrapped_models import PolicyModel, ResponseLogprobs, response_logprobs
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite import NonFinitePolicy
-from dschat_ppo.ppo import update
+from dschat_ppo.ppo import token_losses, update
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.teaching import Teachers
-from dschat_ppo.ppo.update import ActorLoss, PPOUpdate, RecordedTokens, critic_loss
+from dschat_ppo.ppo.token_losses import ActorLoss, RecordedTokens, critic_loss
+from dschat_ppo.ppo.update import PPOUpdate
 from dschat_ppo.types import Experience, MinimumLength, RewardedRollout
 
 # Answers of 3 and 2 tokens; the second is cut, so it trains the critic alone.
@@ -76,7 +77,7 @@ def loss_of(monkeypatch):
 
     def loss_of(rows=None, entropy_coef=0.0, teachers=(), distill_coef=0.0, **flags):
         asked.clear()
-        monkeypatch.setattr(update, "response_logprobs", response_logprobs)
+        monkeypatch.setattr(token_losses, "response_logprobs", response_logprobs)
         sums, flags = MetricSums(), AlgorithmFlags(**flags)
         reference = (
             SimpleNamespace(teachings=lambda rows: ["reference"]) if flags.full_kl_loss else None
@@ -207,7 +208,7 @@ def test_rows_that_are_off_policy_with_negative_advantages_are_left_out(
 def test_the_value_loss_is_a_mean_over_all_response_tokens(monkeypatch):
     now = torch.tensor([[1.0, 2.0, 3.0], [4.0, 0.1, 9.0]])
     monkeypatch.setattr(
-        update, "response_values", lambda critic, rows: now if critic == "critic" else None
+        token_losses, "response_values", lambda critic, rows: now if critic == "critic" else None
     )
     rows, sums = rows_of(returns=torch.full((2, 3), 1.0)), MetricSums()
     # old values 0, clip 0.5: max((v - 1)^2, (clipped - 1)^2) / 2, with clipped values 0.5, 0.5,
@@ -229,7 +230,7 @@ def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_that_of_the_log
 ):
     logprobs = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, 9.0]], requires_grad=True)
     monkeypatch.setattr(
-        update, "response_logprobs", lambda *_, **__: ResponseLogprobs(logprobs, ENTROPIES)
+        token_losses, "response_logprobs", lambda *_, **__: ResponseLogprobs(logprobs, ENTROPIES)
     )
     rows, sums, recorded = (
         rows_of(old_logprobs=None, numbers=torch.arange(2)),
@@ -263,7 +264,7 @@ def test_without_old_values_the_targets_follow_from_those_of_the_pass(monkeypatc
     """gamma 0.5, lambda 0.5; rewards 0, 0, 1 and 0, 2. Errors are -A, as returns are A + V with the
     same V."""
     values = torch.tensor([[1.0, 2.0, 4.0], [3.0, 1.0, 99.0]], requires_grad=True)
-    monkeypatch.setattr(update, "response_values", lambda critic, rows: values)
+    monkeypatch.setattr(token_losses, "response_values", lambda critic, rows: values)
     whole = vars(rows_of(rewards=torch.tensor([[0.0, 0.0, 1.0], [0.0, 2.0, 50.0]]), values=None))
     rows = RewardedRollout(
         **{name: whole[name] for name in RewardedRollout.__dataclass_fields__ if name != "numbers"},

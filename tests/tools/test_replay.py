@@ -26,7 +26,7 @@ from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite import ReproBundles
 from dschat_ppo.ppo.mini_dataset import MiniBatch
-from dschat_ppo.ppo.update import ActorLoss, critic_loss
+from dschat_ppo.ppo.token_losses import ActorLoss, critic_loss
 from dschat_ppo.supervised.sft import SFTTeacher, sft_loss
 from dschat_ppo.tools.replay import main
 from dschat_ppo.tools.replay_bundle import first_bad_output

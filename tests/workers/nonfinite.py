@@ -213,7 +213,9 @@ def skip_case(assets: Path, out: Path) -> dict:
     ppo, scored = ppo_for(
         assets, out / "skip", (3, 2), "--on_nonfinite", "skip", "--max_nonfinite_skips", 1
     )
-    experience = ppo.shaping.advantages(ppo.shaping.with_rewards(scored), 1)
+    experience = ppo.advantage_computation.advantages(
+        ppo.advantage_computation.with_rewards(scored), 1
+    )
     advantages = experience.advantages.clone()
     advantages[5, 0] = math.nan
     parts = list(
@@ -243,10 +245,12 @@ def skip_case(assets: Path, out: Path) -> dict:
     found["stopped"] = outcome_of(lambda: update_once(ppo, parts[number], sums, 6))
     values = scored.values.clone()
     values[12, 0] = math.inf
-    state = ppo.shaping.state_dict()
-    bad = ppo.shaping.advantages(ppo.shaping.with_rewards(replace(scored, values=values)), 7)
+    state = ppo.advantage_computation.state_dict()
+    bad = ppo.advantage_computation.advantages(
+        ppo.advantage_computation.with_rewards(replace(scored, values=values)), 7
+    )
     found["rows"] = ppo.keep_if_finite(bad, 7) is None
-    found["nothing adapted"] = ppo.shaping.state_dict() == state
+    found["nothing adapted"] = ppo.advantage_computation.state_dict() == state
     return found
 
 

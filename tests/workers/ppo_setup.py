@@ -12,9 +12,9 @@ from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo.begin_ppo import plain_texts
 from dschat_ppo.ppo.collect import Prompts
+from dschat_ppo.ppo.components import PPOComponents
 from dschat_ppo.ppo.loop import update
 from dschat_ppo.ppo.mini_dataset import MiniBatch, gather_rows
-from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.ppo.step_report import update_metrics
 from dschat_ppo.ppo.train_ppo import learned_reward
 from dschat_ppo.ppo.update import Outcome
@@ -65,8 +65,8 @@ def experience_of(
     ppo: PPOComponents, rollout: Rollout, rows: list[int] | None = None
 ) -> Experience:
     """The experience of the answers of all ranks, as in PPO step 1."""
-    rewarded = ppo.shaping.with_rewards(scored_of(ppo, rollout, rows))
-    return ppo.shaping.advantages(ppo.critic_pass(rewarded, 1), step=1)
+    rewarded = ppo.advantage_computation.with_rewards(scored_of(ppo, rollout, rows))
+    return ppo.advantage_computation.advantages(ppo.critic_pass(rewarded, 1), step=1)
 
 
 def update_once(

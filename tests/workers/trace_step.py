@@ -16,7 +16,16 @@ import torch
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.engine.hybrid_engine import HybridEngine
-from dschat_ppo.ppo import advantages, collect, loop, rollout_sampler, score, state, update
+from dschat_ppo.ppo import (
+    advantages,
+    collect,
+    components,
+    loop,
+    rollout_sampler,
+    score,
+    token_losses,
+    update,
+)
 from dschat_ppo.ppo.train_ppo import train_ppo
 from dschat_ppo.rewards.learned_reward import ModelReward
 from dschat_ppo.run.launch import leave
@@ -108,7 +117,7 @@ def note_everything() -> None:
     note(HybridEngine, "generating", "HybridEngine.generating", "engine/hybrid_engine.py")
     note(rollout_sampler, "generate", "generate", "rollout/generator.py")
     note(ModelReward, "__call__", "ModelReward", "rewards/learned_reward.py")
-    for module in (score, update):
+    for module in (score, token_losses):
         note(
             module,
             "response_logprobs",
@@ -122,7 +131,7 @@ def note_everything() -> None:
     note(loop, "gather_rows", "gather_rows", "ppo/mini_dataset.py")
     note(advantages.AdvantageComputation, "with_rewards", "with_rewards", "ppo/advantages.py")
     note(advantages, "token_rewards", "token_rewards", "algorithms/advantage_estimators.py")
-    note(state.PPOComponents, "critic_pass", "critic_pass", "ppo/state.py")
+    note(components.PPOComponents, "critic_pass", "critic_pass", "ppo/components.py")
     note(advantages.AdvantageComputation, "advantages", "advantages", "ppo/advantages.py")
     note(advantages.ESTIMATORS, "gae", "gae", "algorithms/advantage_estimators.py")
     note(advantages, "masked_whiten", "masked_whiten", "algorithms/aggregation.py")
@@ -130,8 +139,8 @@ def note_everything() -> None:
         note(update.PPOUpdate, name, name, "ppo/update.py")
     note(update, "accumulate", "accumulate", "engine/optimizer_step.py")
     note(update, "apply", "apply", "engine/optimizer_step.py")
-    note(update.ActorLoss, "__call__", "ActorLoss", "ppo/update.py")
-    note(update, "critic_loss", "critic_loss", "ppo/update.py")
+    note(token_losses.ActorLoss, "__call__", "ActorLoss", "ppo/token_losses.py")
+    note(update, "critic_loss", "critic_loss", "ppo/token_losses.py")
     note(deepspeed.DeepSpeedEngine, "backward", "engine.backward", "deepspeed", with_role=True)
     note(deepspeed.DeepSpeedEngine, "step", "engine.step", "deepspeed", with_role=True)
 

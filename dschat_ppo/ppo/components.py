@@ -1,0 +1,293 @@
+"""The components of step 3 and how they are built: what its loop (`loop.py`) uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from transformers import PreTrainedTokenizerBase
+
+from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
+from dschat_ppo.common import dist
+from dschat_ppo.common.logging import logger
+from dschat_ppo.common.phases import PhaseClock, block
+from dschat_ppo.common.progress import report_phase
+from dschat_ppo.common.seeding import seed_this_rank
+from dschat_ppo.config.batch_plan import PPOPlan
+from dschat_ppo.config.on_policy import OldLogprobs, describe, old_logprobs_source
+from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.data.prepare import TokenRows
+from dschat_ppo.engine.optimizer_step import accumulate, apply, learning_rates
+from dschat_ppo.engine.rlhf_engine import RLHFEngine
+from dschat_ppo.episodes.rollouts import EpisodeRollouts
+from dschat_ppo.models.micro_batches import share_prompts
+from dschat_ppo.monitor.rollout_metrics import experience_metrics
+from dschat_ppo.nonfinite import NonFinitePolicy, ReproBundles
+from dschat_ppo.ppo.advantages import AdvantageComputation
+from dschat_ppo.ppo.collect import ExperienceCollection
+from dschat_ppo.ppo.group_pool import GroupPool
+from dschat_ppo.ppo.mini_dataset import MiniBatch, MiniDataset, TextBatches
+from dschat_ppo.ppo.own_algorithms import own_metrics
+from dschat_ppo.ppo.rollout_sampler import RolloutSampler
+from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
+from dschat_ppo.ppo.state import PPOState
+from dschat_ppo.ppo.teaching import teachers_of
+from dschat_ppo.ppo.token_losses import RecordedTokens
+from dschat_ppo.ppo.update import PPOUpdate
+from dschat_ppo.rewards.reward_source import RewardMixture
+from dschat_ppo.types import (
+    Experience,
+    RewardedRollout,
+    ScoredRollout,
+    select_rows,
+)
+
+
+class PPOComponents:
+    """The components of step 3, which the functions of `loop.py` use, and what these do with
+    several of them at once.
+
+    `state` is the position in the run and the PPO step in flight; everything else samples, scores
+    or updates.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        plan: PPOPlan,
+        rows: TokenRows,
+        tokenizer: PreTrainedTokenizerBase,
+        engines: RLHFEngine,
+        rewards: RewardMixture,
+        texts: TextBatches | None = None,
+        episodes: EpisodeRollouts | None = None,
+    ):
+        """Build the components. Collective.
+
+        Args:
+            config: the flags.
+            plan: batches and steps.
+            rows: prompts to train on.
+            tokenizer: of the actor.
+            engines: the models.
+            rewards: score the responses.
+            texts: blocks of plain text for the PTX loss.
+            episodes: environments that the policy acts in.
+        """
+        self.config = config
+        self.plan = plan
+        self.engines = engines
+        self.device = dist.device()
+        self.texts = texts
+        self.data_sources = rows.sources
+        self.state = PPOState()
+        self.clock = PhaseClock()
+        self.nonfinite = NonFinitePolicy(config.safety, ReproBundles(config, tokenizer))
+        seed = config.run.seed
+        # before the seeds are set: its self-check draws random numbers
+        sampler = RolloutSampler(config.ppo, engines.hybrid, rows.train, tokenizer, seed, episodes)
+        seed_this_rank(seed)
+        self.minimum_length = sampler.config.stopping.minimum_length
+        # before the forward passes and the updates, which compute what it says
+        self.old_logprobs = self._choose_old_logprobs()
+        source_weights = [weight for _, weight in rewards.sources]
+        # before the pool, which compares scores as the advantages see them
+        self.advantage_computation = self._build_advantages(source_weights)
+        self.collection = ExperienceCollection(
+            config,
+            plan,
+            sampler,
+            RewardRequests(rewards, rows.train, tokenizer, episodes),
+            self._build_forward_passes(),
+            self._build_group_pool(),
+            self.clock,
+            len(self.data_sources) > 1,
+        )
+        self.mini_dataset = MiniDataset(
+            plan.global_batch,
+            plan.micro_batch_tokens,
+            config.ppo.max_answer_seq_len,
+            seed,
+            share_prompts(engines.actor, engines.critic),
+        )
+        # before the updates, which read its value at each of them
+        self.entropy_coef = self._build_entropy_coef()
+        self.updates = PPOUpdate(
+            config,
+            self.minimum_length,
+            engines,
+            texts,
+            self.entropy_coef,
+            self.nonfinite,
+            self.clock,
+        )
+
+    def _choose_old_logprobs(self) -> OldLogprobs:
+        """Which pass gives the old log-probs; logs it with its reason."""
+        model_configs = []
+        for engine in self.engines.trained.values():
+            model_configs.append(engine.module.config.to_dict())
+        source, reason = old_logprobs_source(self.config, self.plan, model_configs)
+        logger().info(f"old log-probs: {describe(source, reason)}")
+        return source
+
+    def _build_advantages(self, source_weights: Sequence[float]) -> AdvantageComputation:
+        """What computes token rewards and advantages."""
+        config = self.config
+        distill_coef = 0.0
+        if config.teacher_gives_rewards:
+            distill_coef = config.distill_coef
+        return AdvantageComputation(
+            config.algorithm,
+            config.ppo.max_answer_seq_len,
+            config.run.seed,
+            config.score_clip,
+            self.plan.warmup_rollouts,
+            config.environment.to_go_weight,
+            distill_coef,
+            source_weights,
+        )
+
+    def _build_forward_passes(self) -> ForwardPasses:
+        """The forward passes that score a rollout."""
+        config = self.config
+        engines = self.engines
+        reference = None
+        if config.algorithm.has_reference:
+            reference = engines.reference
+        critic = None
+        if self.old_logprobs != "update":  # else the critic's training pass gives the values
+            critic = engines.critic
+        teachers = None
+        if config.teacher_gives_rewards:
+            teachers = teachers_of(config, engines.teachers, engines.reference, self.minimum_length)
+        return ForwardPasses(
+            engines.actor,
+            reference,
+            critic,
+            config.ppo.temperature,
+            self.plan.micro_batch_tokens,
+            self.old_logprobs,
+            config.algorithm.kl_estimator,
+            self.minimum_length,
+            teachers,
+            self.clock,
+        )
+
+    def _build_group_pool(self) -> GroupPool | None:
+        """The groups that dynamic sampling has kept; None without it."""
+        algorithm = self.config.algorithm
+        if not algorithm.dynamic_sampling:
+            return None
+        source_weights: Sequence[float] = ()
+        if algorithm.advantage_estimator == "gdpo":
+            source_weights = self.advantage_computation.source_weights
+        return GroupPool(
+            self.plan.rollout_rows,
+            self.advantage_computation.scaled_and_clipped,
+            algorithm.dynamic_sampling_range,
+            source_weights,
+        )
+
+    def _build_entropy_coef(self) -> AdaptiveEntropy | FixedCoefficient:
+        """The coefficient of the entropy bonus; with `--entropy_target` it adapts."""
+        algorithm = self.config.algorithm
+        if algorithm.entropy_target is None:
+            return FixedCoefficient(algorithm.entropy_coef)
+        return AdaptiveEntropy(
+            algorithm.entropy_coef,
+            algorithm.entropy_target,
+            algorithm.entropy_delta,
+            algorithm.entropy_coef_max,
+        )
+
+    def critic_pass(self, rows: RewardedRollout, step: int) -> RewardedRollout:
+        """The rows with their values (N, R), if there is a critic. Where the PPO step makes one
+        update, the forward and backward pass of that update gives them here, and its gradients wait
+        in `state.critic_pass`. Collective."""
+        if rows.values is not None or self.engines.critic is None:
+            return rows
+        self.engines.train()
+        [minibatch] = self.mini_dataset.minibatches(rows, 1, step)
+        values = RecordedTokens()
+        objective = self.updates.critic_objective(minibatch, values)
+        with self.clock.phase("train"), block("train critic"), self.clock.part("critic"):
+            gradients = accumulate(objective.engine, objective.batches, objective.loss)
+        self.state.critic_pass = replace(objective, gradients=gradients)
+        return replace(rows, values=values.gathered(rows))
+
+    def is_unscored(self, rows: ScoredRollout, step: int) -> bool:
+        """Whether no row of a PPO step has a score; then the step has no updates. `UserError` at
+        the third such step in a row."""
+        unscored = not bool(rows.kept.any())
+        self.nonfinite.count_unscored(unscored, step)
+        if unscored:
+            self.state.begin_updates(None, dict(self.collection.metrics))
+        return unscored
+
+    def keep_if_finite(self, experience: Experience, step: int) -> Experience | None:
+        """Start the updates of a PPO step, with the metrics of its experience, which is returned.
+        None if a number is not finite: then the step has no updates, or the run stops
+        (`NonFiniteError`), and nothing adapts to its rows. Collective in that case."""
+        counted = experience  # the rows that have not left their groups
+        if experience.sampled_mask is not None:
+            counted = select_rows(experience, experience.kept.nonzero().squeeze(1))
+        if self.nonfinite.is_finite(counted, step):
+            metrics = self._experience_metrics(counted, len(experience.scores))
+            self.state.begin_updates(experience, metrics)
+            return experience
+        self.advantage_computation.undo()
+        if self.state.critic_pass is not None and self.state.critic_pass.gradients is not None:
+            apply(self.state.critic_pass.gradients, refused=True)  # drops them
+        self.state.begin_updates(None, dict(self.collection.metrics))
+        return None
+
+    def _experience_metrics(self, counted: Experience, rollout_count: int) -> dict[str, float]:
+        """The metrics of a PPO step before its updates: of its collection, of the rows that count,
+        and the rates of the updates. `rollout_count`: all rows, those that left a group too."""
+        kl_coef = self.advantage_computation.used_kl_coef
+        scores_around_clip = None
+        if self.advantage_computation.score_clip:
+            scaled = self.advantage_computation.scaled(counted.scores)
+            scores_around_clip = (
+                scaled,
+                self.advantage_computation.scaled_and_clipped(counted.scores),
+            )
+        metrics = dict(self.collection.metrics)
+        metrics |= experience_metrics(
+            counted,
+            kl_coef,
+            self.collection.requests.mixture.names,
+            self.data_sources,
+            scores_around_clip,
+        )
+        metrics["rollout/count"] = rollout_count
+        metrics["kl/coef"] = kl_coef
+        metrics |= own_metrics(self.config.ppo.metrics, counted)
+        for role, engine in self.engines.trained.items():
+            for name, rate in learning_rates(engine).items():
+                metrics[f"optim/{name}/{role}"] = rate
+        metrics["policy/entropy_coef"] = self.entropy_coef.value
+        return metrics
+
+    def sync_reference(self, step: int) -> None:
+        """Move the reference towards the actor, if that is due after PPO step `step`.
+        `NonFiniteError` if a weight of the actor is not finite. Collective."""
+        sync = self.engines.reference_sync
+        if sync is not None and step % self.config.reference.ref_sync_interval == 0:
+            with self.clock.phase("sync"):
+                self.state.metrics["kl/reference_moved"] = sync.update()
+
+    def minibatches_left(self, experience: Experience | None, step: int) -> Iterator[MiniBatch]:
+        """The mini-batches of a PPO step that no update has used yet; none once a limit has ended
+        its updates."""
+        if experience is None:
+            return
+        self.engines.train()
+        minibatches = self.mini_dataset.minibatches(experience, self.config.ppo.ppo_epochs, step)
+        for minibatch in islice(minibatches, self.state.updates, None):
+            if self.state.ended:
+                return
+            report_phase(self.state.updates, self.plan.updates_per_rollout, "updates", name="train")
+            yield minibatch

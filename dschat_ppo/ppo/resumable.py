@@ -1,0 +1,123 @@
+"""What a checkpoint holds of step 3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dschat_ppo.checkpoint.manager import RankStates, load_saved, log_starts_from_scratch
+from dschat_ppo.common import dist
+from dschat_ppo.monitor.health import HealthWatch
+from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.monitor.writers import JsonLines
+from dschat_ppo.ppo.components import PPOComponents
+from dschat_ppo.ppo.evaluation import Evaluation
+from dschat_ppo.types import (
+    Engine,
+)
+
+
+@dataclass(eq=False)
+class ResumablePPO:
+    """Saves and restores step 3; a `Resumable`."""
+
+    ppo: PPOComponents
+    evaluation: Evaluation | None
+    health: HealthWatch
+    files: Sequence[JsonLines] = ()  # which grow during the run
+
+    @property
+    def engines_to_save(self) -> dict[str, Engine]:
+        """The actor's engine and, if there is one, the critic's."""
+        return self.ppo.engines.trained
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Finished PPO steps, and optimizer steps of the one in flight."""
+        return self.ppo.state.steps, self.ppo.state.updates
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the last evaluation was made at this position and is the best so far."""
+        best = None
+        if self.evaluation is not None:
+            best = self.evaluation.best
+        return best is not None and self.position == (best[1], 0)
+
+    def shared_state(self) -> dict[str, Any]:
+        """The state that all ranks have in common."""
+        ppo = self.ppo
+        text_position = None
+        if ppo.texts is not None:
+            text_position = ppo.texts.stream.state_dict()
+        best = None
+        if self.evaluation is not None:
+            best = self.evaluation.best
+        return {
+            "progress": ppo.state.state_dict(),
+            "collector": ppo.collection.state_dict(),
+            "advantages": ppo.advantage_computation.state_dict(),
+            "entropy_coef": ppo.entropy_coef.state_dict(),
+            "health": self.health.state_dict(),
+            "nonfinite": ppo.nonfinite.state_dict(),
+            "texts": text_position,
+            "best": best,
+            "files": {file.path.name: file.saved_offset() for file in self.files},
+        }
+
+    def rank_state(self) -> dict[str, Any]:
+        """The state of this rank alone."""
+        average = self.ppo.engines.actor_average
+        sync = self.ppo.engines.reference_sync
+        actor_average = None
+        if average is not None:
+            actor_average = average.state_dict()
+        moved_reference = None
+        if sync is not None:
+            moved_reference = sync.state_dict()
+        return {
+            "sums": self.ppo.state.sums.state_dict(),
+            "actor_average": actor_average,
+            "reference": moved_reference,
+        }
+
+    def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None:
+        """Restore the `shared_state` of the saved run and the `rank_state` of its ranks."""
+        ppo = self.ppo
+        ppo.state.load_state_dict(shared["progress"], self._sums_of(ranks), ppo.device)
+        average = ppo.engines.actor_average
+        sync = ppo.engines.reference_sync
+        if average is not None and not average.restore(
+            state["actor_average"] or {} for state in ranks.read_all()
+        ):
+            log_starts_from_scratch("--enable_ema")
+            average.begin()
+        if sync is not None and not sync.restore(
+            state["reference"] or {} for state in ranks.read_all()
+        ):
+            log_starts_from_scratch("--ref_sync_interval")
+        ppo.collection.load_state_dict(shared["collector"], ppo.device)
+        ppo.advantage_computation.load_state_dict(shared["advantages"])
+        if ppo.config.algorithm.entropy_target is not None:
+            load_saved("--entropy_target", shared["entropy_coef"], ppo.entropy_coef.load_state_dict)
+        self.health.load_state_dict(shared["health"])
+        ppo.nonfinite.load_state_dict(shared["nonfinite"])
+        if ppo.texts is not None:
+            load_saved(
+                "--unsupervised_dataset_name", shared["texts"], ppo.texts.stream.load_state_dict
+            )
+        if self.evaluation is not None and shared["best"] is not None:
+            self.evaluation.best = tuple(shared["best"])
+        for file in self.files:
+            file.offset = shared["files"].get(file.path.name, 0)
+
+    def _sums_of(self, ranks: RankStates) -> MetricSums:
+        """This rank's part of the metric sums. On another number of ranks, rank 0 takes the sums of
+        all ranks; the others take the same names with nothing counted, so that `reduce` is the same
+        collective on every rank."""
+        device = self.ppo.device
+        if ranks.own is not None:
+            return MetricSums.restored([ranks.own["sums"]], device)
+        sums = MetricSums.restored([state["sums"] for state in ranks.read_all()], device)
+        return sums.scaled(float(dist.is_main()))  # the maxima are those of all ranks on each

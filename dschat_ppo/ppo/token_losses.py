@@ -1,0 +1,271 @@
+"""The losses of a micro-batch in step 3: of the actor, of the critic, and of plain text.
+
+The loss of a micro-batch is its part of the loss of the whole optimizer step, so the parts add up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dschat_ppo.algorithms.actor_critic_losses import (
+    POLICY_LOSSES,
+    PolicyLossSettings,
+    PolicyTerms,
+    TokenLosses,
+    value_losses,
+)
+from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs, gae
+from dschat_ppo.algorithms.aggregation import aggregate
+from dschat_ppo.algorithms.correction import off_policy_rows
+from dschat_ppo.algorithms.kl import kl_k3, kl_loss
+from dschat_ppo.common import dist
+from dschat_ppo.common.own_functions import function_named
+from dschat_ppo.config.algorithm_flags import AlgorithmFlags
+from dschat_ppo.data.batches import SFTBatch
+from dschat_ppo.models.wrapped_models import ResponseLogprobs, response_logprobs, response_values
+from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.ppo.mini_dataset import MiniBatch
+from dschat_ppo.ppo.teaching import Teachers
+from dschat_ppo.types import Experience, MinimumLength, Model, RewardedRollout, Rollout
+
+
+class RecordedTokens:
+    """One number for each response token, a log-prob or a value, from the micro-batches of one
+    optimizer step."""
+
+    def __init__(self) -> None:
+        # by the identity of the micro-batch
+        self._micro_batches: dict[int, tuple[RewardedRollout, Tensor]] = {}
+
+    def record(self, rows: RewardedRollout, tokens: Tensor) -> None:
+        """Keep what a pass gives for a micro-batch, (b, R) fp32. A second pass over the same one
+        replaces it."""
+        self._micro_batches[id(rows)] = (rows, tokens.detach())
+
+    def gathered(self, rows: Rollout) -> Tensor:
+        """The recorded tokens of all ranks, (N, R) fp32 on the device of `rows`, 0 outside their
+        mask. `rows` are the N rows that the micro-batches of all ranks were taken from.
+        Collective."""
+        _, any_tokens = next(iter(self._micro_batches.values()))
+        all_tokens = torch.zeros(rows.response_mask.shape, device=any_tokens.device)
+        for micro_batch, tokens in self._micro_batches.values():
+            row_indices = micro_batch.numbers
+            assert row_indices is not None
+            columns = slice(tokens.shape[1])
+            # a micro-batch that fills up this rank's share repeats a row, with no token in its mask
+            all_tokens[row_indices, columns] = torch.where(
+                micro_batch.response_mask, tokens, all_tokens[row_indices, columns]
+            )
+        if dist.sequence_rank() > 0:  # another rank has recorded the same rows
+            all_tokens.zero_()
+        return dist.all_reduce(all_tokens).to(rows.response_mask.device)
+
+
+# Metrics that compare the policy in training with the one at scoring, over the tokens that the
+# policy loss counts.
+KL_OF_UPDATE = "policy/kl_k3"
+LARGEST_LOG_RATIO = "policy/counted_log_ratio_abs_max"
+
+
+@dataclass(eq=False)
+class ActorLoss:
+    """Policy loss, entropy bonus, KL to the reference, and divergence from teachers."""
+
+    actor: Model
+    reference: Teachers | None  # the reference, which only the full KL as a loss needs
+    flags: AlgorithmFlags
+    temperature: float
+    minimum_length: MinimumLength | None = None
+    teachers: Teachers | None = None
+    distill_coef: float = 0.0  # weight of the divergence from the teachers
+
+    def __post_init__(self) -> None:
+        flags = self.flags
+        # without an estimator the loss of the teachers is the only one, unless they are in the
+        # advantages
+        self.has_policy_loss = flags.advantage_estimator != "none" or self.teachers is None
+        self.policy_loss = function_named("--policy_loss", flags.policy_loss, POLICY_LOSSES)
+        clip_eps_low = flags.clip_eps_low
+        if clip_eps_low is None:
+            clip_eps_low = flags.clip_eps
+        clip_eps_high = flags.clip_eps_high
+        if clip_eps_high is None:
+            clip_eps_high = flags.clip_eps
+        self.settings = PolicyLossSettings(
+            clip_eps_low=clip_eps_low,
+            clip_eps_high=clip_eps_high,
+            dual_clip=flags.dual_clip,
+            sapo_tau_positive=flags.sapo_tau_positive,
+            sapo_tau_negative=flags.sapo_tau_negative,
+        )
+
+    def __call__(
+        self,
+        rows: Experience,
+        minibatch: MiniBatch,
+        entropy_coef: float,
+        sums: MetricSums,
+        recorded: RecordedTokens | None = None,
+    ) -> Tensor:
+        """The loss of one micro-batch (b, R), a scalar with gradient: the policy loss, minus the
+        entropy bonus, plus the KL to the reference and the divergence from the teachers.
+
+        Without `rows.old_logprobs`, the log-probs of this pass are the old ones: the ratio is
+        exactly 1, and its gradient is that of the log-probs.
+
+        Args:
+            rows: the micro-batch.
+            minibatch: holds the denominators, which are those of the whole optimizer step.
+            entropy_coef: weight of the entropy bonus; 0: entropy has no gradient.
+            sums: takes the metrics.
+            recorded: takes the log-probs of this pass.
+        """
+        flags = self.flags
+        reference_distributions = []
+        if self.reference is not None:
+            # the reference has no prompt of its own: it reads what the actor reads
+            with_own_prompts = replace(
+                rows, teachers=None, teacher_prompt_ids=None, teacher_prompt_mask=None
+            )
+            reference_distributions = self.reference.teachings(with_own_prompts)
+        teacher_distributions = []
+        if self.teachers is not None:
+            teacher_distributions = self.teachers.teachings(rows)
+        current = response_logprobs(
+            self.actor,
+            rows,
+            self.temperature,
+            entropy_coef > 0,
+            self.minimum_length,
+            teachings=reference_distributions + teacher_distributions,
+        )
+        if recorded is not None:
+            recorded.record(rows, current.logprobs)
+        old_logprobs = rows.old_logprobs
+        if old_logprobs is None:
+            old_logprobs = current.logprobs.detach()
+
+        def mean_over_step(token_losses: Tensor) -> Tensor:
+            """This micro-batch's part of the mean of (b, R) losses over the optimizer step."""
+            return aggregate(
+                token_losses, rows.loss_mask, flags.aggregation, minibatch.denominators
+            )
+
+        terms = PolicyTerms(
+            current.logprobs, old_logprobs, rows.advantages, rows.loss_mask, rows.selected
+        )
+        policy = self.policy_loss(terms, self.settings)  # losses (b, R)
+        weights = self._loss_weights(rows, current.logprobs, old_logprobs, sums)
+        loss = mean_over_step(policy.losses * weights)
+        if not self.has_policy_loss:
+            loss = loss.new_zeros(())
+        weight = loss.new_full((), minibatch.metric_weight)
+        sums.add_sum("policy/loss", loss, weight)
+        sums.add_mean("policy/entropy", current.entropy.detach(), rows.response_mask)
+        _record_ratios(rows, policy, current.logprobs, old_logprobs, sums)
+        if entropy_coef > 0:
+            loss = loss - entropy_coef * mean_over_step(current.entropy)
+        if flags.kl_loss_coef > 0:
+            kl = mean_over_step(self._kl_to_reference(rows, current))
+            sums.add_sum("policy/kl_loss", kl, weight)
+            loss = loss + flags.kl_loss_coef * kl
+        if teacher_distributions:
+            of_teachers = current.divergences[len(reference_distributions) :]
+            divergence = mean_over_step(torch.stack([*of_teachers]).sum(dim=0))
+            sums.add_sum("distill/divergence", divergence, weight)
+            loss = loss + self.distill_coef * divergence
+        return loss
+
+    def _loss_weights(
+        self, rows: Experience, logprobs: Tensor, old_logprobs: Tensor, sums: MetricSums
+    ) -> Tensor:
+        """The weight of each token's policy loss, (b, R): that of the experience; with
+        `--off_policy_delta`, responses that the policy has moved too far from weigh 0."""
+        delta = self.flags.off_policy_delta
+        if delta is None:
+            return rows.loss_weights
+        mask = rows.loss_mask
+        keep = off_policy_rows(logprobs, old_logprobs, rows.advantages, mask, delta)  # (b,)
+        sums.add_mean("policy/off_policy_share", 1 - keep.float(), mask.any(dim=1))
+        return rows.loss_weights * keep.unsqueeze(1)
+
+    def _kl_to_reference(self, rows: Experience, current: ResponseLogprobs) -> Tensor:
+        """The KL of each response token to the reference, (b, R), with gradient: over the whole
+        vocabulary with `--full_kl_loss`, else estimated from the sampled token."""
+        if self.flags.full_kl_loss:
+            return current.divergences[0]
+        assert rows.ref_logprobs is not None
+        return kl_loss(
+            current.logprobs,
+            rows.ref_logprobs,
+            self.flags.kl_loss_estimator,
+            self.flags.kl_straight_through,
+        )
+
+
+def _record_ratios(
+    rows: Experience,
+    policy: TokenLosses,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    sums: MetricSums,
+) -> None:
+    """Metrics that compare the policy of this pass with the old one, over the tokens of a
+    micro-batch. Log-probs (b, R)."""
+    mask = rows.loss_mask
+    log_ratio = (logprobs - old_logprobs).detach()  # (b, R)
+    sums.add_mean("policy/ratio_mean", policy.ratio, mask)
+    sums.add_max("policy/ratio_max", policy.ratio, mask)
+    sums.add_mean("policy/clip_fraction", policy.clipped.float(), mask)
+    sums.add_mean("policy/approx_kl", -log_ratio, rows.response_mask)
+    sums.add_mean("policy/log_ratio_abs_mean", log_ratio.abs(), rows.response_mask)
+    sums.add_max("policy/log_ratio_abs_max", log_ratio.abs(), rows.response_mask)
+    sums.add_mean(KL_OF_UPDATE, kl_k3(old_logprobs, logprobs.detach()), mask)
+    sums.add_max(LARGEST_LOG_RATIO, log_ratio.abs(), mask)
+
+
+def critic_loss(
+    critic: Model,
+    rows: RewardedRollout,
+    minibatch: MiniBatch,
+    flags: AlgorithmFlags,
+    sums: MetricSums,
+    recorded: RecordedTokens | None = None,
+) -> Tensor:
+    """Clipped or plain value loss, averaged over the response tokens of the optimizer step; scalar
+    with gradient.
+
+    If the micro-batch `rows` (b, R) is no `Experience`, the values of this pass are the old ones,
+    and the targets are computed from them: generalised advantage estimation needs no other rows.
+    `minibatch` holds the denominator.
+    """
+    mask = rows.response_mask
+    values = response_values(critic, rows)
+    if recorded is not None:
+        recorded.record(rows, values)
+    if isinstance(rows, Experience):
+        assert rows.values is not None
+        old_values = rows.values
+        returns = rows.returns
+    else:
+        old_values = values.detach()
+        inputs = AdvantageInputs(
+            rows.rewards, old_values, mask, rows.groups, None, flags.gamma, flags.gae_lambda
+        )
+        _, returns = gae(inputs)
+    losses, clipped = value_losses(values, old_values, returns, mask, flags.value_clip_eps)
+    loss = losses.sum() / minibatch.value_tokens
+    sums.add_sum("value/loss", loss, loss.new_full((), minibatch.metric_weight))
+    sums.add_mean("value/clip_fraction", clipped.float(), mask)
+    return loss
+
+
+def ptx_loss(actor: Model, batch: SFTBatch, num_tokens: Tensor, sums: MetricSums) -> Tensor:
+    """Sum of `-log p(token)` of plain text, divided by `num_tokens` of the optimizer step; scalar
+    with gradient."""
+    logprobs = actor(batch.input_ids, batch.loss_mask)[0]
+    sums.add_mean("policy/ptx_loss", -logprobs.detach())
+    return -logprobs.sum() / num_tokens
