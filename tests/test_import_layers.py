@@ -115,7 +115,6 @@ def test_every_module_has_its_own_name():
 STILL_LONGER = {
     "models/adapters.py",
     "models/loading.py",
-    "planner/plan_step.py",
     "rollout/running_batches.py",
     "supervised/trainer.py",
 }

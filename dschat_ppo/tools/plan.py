@@ -117,7 +117,8 @@ def _print_plan(words: argparse.Namespace, rest: list[str]) -> None:
     from dschat_ppo.models.model_folders import settings_only
     from dschat_ppo.planner.model_parts import read_model_configs
     from dschat_ppo.planner.number_format import dtype_for_plan
-    from dschat_ppo.planner.plan_step import PARTS, plan_step
+    from dschat_ppo.planner.plan_step import plan_step
+    from dschat_ppo.planner.role_memory import PARTS
 
     quiet_hugging_face()
     with settings_only():

@@ -22,7 +22,7 @@ from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.models.packing import padded_rows
-from dschat_ppo.planner import plan_step
+from dschat_ppo.planner import role_memory
 from dschat_ppo.planner.model_parts import (
     ModelParts,
     SavedActivations,
@@ -30,7 +30,7 @@ from dschat_ppo.planner.model_parts import (
     read_model_configs,
     saved_activations,
 )
-from dschat_ppo.planner.plan_step import Role
+from dschat_ppo.planner.role_memory import Role
 
 ATTENTION, MLP = 64 * 64 + 2 * 64 * 32 + 64 * 64, 3 * 64 * 160
 LAYER = ATTENTION + MLP + 2 * 64
@@ -287,19 +287,21 @@ def totals(held):
 
 @pytest.mark.parametrize(("part", "planned", "device", "host"), HELD)
 def test_what_a_model_holds(part, planned, device, host):
-    found = totals(plan_step.held_by(planned))
+    found = totals(role_memory.held_by(planned))
     assert (found[part, False], found[part, True]) == (device, host)
 
 
 @pytest.mark.parametrize(("name", "planned", "size"), PASSES)
 def test_what_a_pass_needs(name, planned, size):
-    assert (planned.gathered if name == "gathered" else plan_step.update_gradients(planned)) == size
+    assert (
+        planned.gathered if name == "gathered" else role_memory.update_gradients(planned)
+    ) == size
 
 
 def test_frozen_models_hold_weights_alone():
     frozen = sized(role(3, offloads_optimizer=True), trained=0)
-    assert +totals(plan_step.held_by(frozen)) == {("weights", False): 500}
-    assert plan_step.accumulated(frozen) == plan_step.update_gradients(frozen) == 0
+    assert +totals(role_memory.held_by(frozen)) == {("weights", False): 500}
+    assert role_memory.accumulated(frozen) == role_memory.update_gradients(frozen) == 0
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -337,15 +339,16 @@ def test_gradients_between_micro_batches_are_those_of_an_engine(stage, dtype, of
         ]
     size = sum({part.data_ptr(): part.nbytes for part in held if part is not None}.values())
     planned = sized(role(stage, dtype, ranks=1, offloads_optimizer=offloads), trained=900)
-    held = totals(plan_step.held_by(planned))
+    held = totals(role_memory.held_by(planned))
     assert (
-        plan_step.accumulated(planned) + held["gradients", False] + held["gradients", True] == size
+        role_memory.accumulated(planned) + held["gradients", False] + held["gradients", True]
+        == size
     )
 
 
 def test_activations_in_proportion_to_tokens_with_checkpointing_and_on_the_host():
     def needed(planned, on_host=False):
-        found = totals(plan_step.activations(planned, 10, on_host))
+        found = totals(role_memory.activations(planned, 10, on_host))
         return found["activations", False] / 10, found["activations", True] / 10
 
     # on a CPU it has no effect
@@ -357,12 +360,12 @@ def test_activations_in_proportion_to_tokens_with_checkpointing_and_on_the_host(
 
 
 def test_running_rows():
-    assert plan_step.running_rows(role(), 8, 20, 0, free=10**9) == 8
-    assert plan_step.running_rows(role(), 8, 20, 5, free=10**9) == 5
+    assert role_memory.running_rows(role(), 8, 20, 0, free=10**9) == 8
+    assert role_memory.running_rows(role(), 8, 20, 5, free=10**9) == 5
     # half of what is free
-    assert plan_step.running_rows(role(), 8, 20, 0, free=2 * 3 * 20 * 64) == 3
+    assert role_memory.running_rows(role(), 8, 20, 0, free=2 * 3 * 20 * 64) == 3
     row = 20 * 64 + 24 * 50
-    assert plan_step.running_rows(role(on_gpu=True), 800, 20, 200, free=100 * row) == 100
+    assert role_memory.running_rows(role(on_gpu=True), 800, 20, 200, free=100 * row) == 100
     # a tenth is for logits
-    assert plan_step.running_rows(role(on_gpu=True), 800, 20, 0, free=100 * row) == 20
-    assert plan_step.running_rows(role(on_gpu=True), 8, 20, 0, free=-5) == 1
+    assert role_memory.running_rows(role(on_gpu=True), 800, 20, 0, free=100 * row) == 20
+    assert role_memory.running_rows(role(on_gpu=True), 8, 20, 0, free=-5) == 1

@@ -10,7 +10,8 @@ from transformers import LlamaConfig
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.planner import plan_step as plan_module
-from dschat_ppo.planner.plan_step import GIB, HOST_PROCESS, PARTS, plan_step, show_memory_plan
+from dschat_ppo.planner.plan_step import GIB, HOST_PROCESS, plan_step, show_memory_plan
+from dschat_ppo.planner.role_memory import PARTS
 from dschat_ppo.tools.plan import flags_that_fit, table
 
 LLAMA_8B = LlamaConfig(

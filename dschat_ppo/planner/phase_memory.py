@@ -1,0 +1,224 @@
+"""Bytes of one rank at the peak of each phase of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from transformers import PretrainedConfig
+
+from dschat_ppo.config.batch_plan import PPOPlan, tokens_on_cpu
+from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.config.step_config import StepConfig
+from dschat_ppo.engine.tensor_parallel import reason_not_to_shard
+from dschat_ppo.models.micro_batches import COPIED, sharing_pays
+from dschat_ppo.planner.role_memory import (
+    FP32,
+    Role,
+    accumulated,
+    activations,
+    fused_head_bytes,
+    held_by,
+    running_rows,
+    update_gradients,
+)
+from dschat_ppo.rollout.kv_cache import (
+    LOGITS_BYTES,
+)
+
+
+@dataclass
+class Phase:
+    """Bytes of one rank at the peak of a phase."""
+
+    name: str
+    # (role, part, in host memory) -> bytes
+    held: dict[tuple[str, str, bool], int] = field(default_factory=dict)
+    once: int = 0  # bytes of host memory that rank 0 alone needs
+
+    def add(self, role: str, part: str, size: float, on_host: bool = False) -> None:
+        self.held[role, part, on_host] = self.held.get((role, part, on_host), 0) + int(size)
+
+    def total(
+        self, role: str | None = None, part: str | None = None, on_host: bool | None = None
+    ) -> int:
+        """The sum of some entries; None: of all roles, parts or kinds of memory."""
+        total = 0
+        for (entry_role, entry_part, entry_on_host), size in self.held.items():
+            if role not in (None, entry_role) or part not in (None, entry_part):
+                continue
+            if on_host in (None, entry_on_host):
+                total += size
+        return total
+
+
+def steady_phase(name: str, config: StepConfig, roles: Sequence[Role]) -> Phase:
+    """What stays between two updates. What sleeps in a rollout (weights but the actor's, and
+    optimizer states) keeps its host memory."""
+    phase = Phase(name)
+    for role in roles:
+        for kind, size, on_host in held_by(role):
+            phase.add(role.name, kind, size, on_host)
+            is_copied = kind == "optimizer" or (kind == "weights" and role.name != "actor")
+            if sleeps(config, role) and is_copied and not on_host:
+                phase.add(role.name, kind, size, on_host=True)
+    # an fp32 average, divided over the ranks
+    if isinstance(config, PPOConfig) and config.ppo.enable_ema:
+        phase.add(
+            "average", "weights", FP32 * roles[0].parts.trained / roles[0].ranks, on_host=True
+        )
+    return phase
+
+
+def sleeps(config: StepConfig, role: Role) -> bool:
+    """Whether `--sleep_in_rollout` moves what a rollout does not use to host memory, which it does
+    on a GPU."""
+    return isinstance(config, PPOConfig) and config.ppo_memory.sleep_in_rollout and role.on_gpu
+
+
+def update_phase(
+    config: StepConfig, roles: Sequence[Role], role: Role, tokens: int, micro_batches: int
+) -> Phase:
+    """An update of one model: the larger of the beginning and the end of the backward pass of its
+    last micro-batch. At the beginning there are all activations, the gradients of earlier
+    micro-batches, and that of the head; at the end all gradients, and the activations of the first
+    layer. `tokens`: of a micro-batch on this rank, padding included."""
+    name = f"{role.name} update"
+    if role.name == "model":
+        name = "update"
+    parts = role.parts
+    beginning = steady_phase(name, config, roles)
+    for kind, size, on_host in activations(role, tokens, config.memory.offload_activations):
+        beginning.add(role.name, kind, size, on_host)
+    beginning.add(role.name, "logits", fused_head_bytes(role, tokens))
+    beginning.add(role.name, "gradients", role.itemsize * min(parts.head, parts.trained))
+    earlier_gradients = 0
+    if micro_batches > 1:
+        earlier_gradients = accumulated(role)
+    beginning.add(role.name, "gradients", earlier_gradients)
+    end = steady_phase(name, config, roles)
+    end.add(role.name, "gradients", update_gradients(role))
+    end.add(role.name, "activations", parts.saved.layer * tokens)
+    largest = max(beginning, end, key=Phase.total)
+    largest.add(role.name, "buffers", role.gathered)
+    return largest
+
+
+def scoring_phase(config: PPOConfig, roles: Sequence[Role], tokens: int) -> Phase:
+    """Forward passes over micro-batches, of one model after another, of which the dearest counts:
+    at stage 3 that of a large reward model gathers more than an update of a small actor needs."""
+    phases = []
+    for role in roles:
+        phase = steady_phase("scoring", config, roles)
+        phase.add(role.name, "activations", role.parts.saved.layer * tokens)
+        phase.add(role.name, "logits", fused_head_bytes(role, tokens))
+        phase.add(role.name, "buffers", role.gathered)
+        phases.append(phase)
+    return max(phases, key=Phase.total)
+
+
+def checkpoint_phase(config: StepConfig, roles: Sequence[Role]) -> Phase:
+    """Saving a checkpoint and the model: rank 0 collects the whole weights of a model that trains
+    in host memory, and brings them into the number format in which they are saved."""
+    phase = steady_phase("checkpoint", config, roles)
+    phase.once = max(
+        max(role.itemsize, role.saved_itemsize) * role.parts.total
+        for role in roles
+        if role.parts.trained
+    )
+    return phase
+
+
+def supervised_batch(config: StepConfig, ranks: int, on_gpu: bool) -> tuple[int, int]:
+    """(tokens of a pass on a rank, passes of an update) of steps 1 and 2. A pair takes two rows. On
+    a CPU a micro-batch runs in several passes (`supervised/passes.py`)."""
+    fit = config.training
+    shared = config.memory.sequence_parallel_size
+    sample_tokens = fit.max_seq_len
+    if config.step_data.use == "preference":
+        sample_tokens = 2 * fit.max_seq_len
+    tokens = fit.per_device_train_batch_size * sample_tokens
+    in_pass = tokens
+    if not on_gpu and not config.data.streaming:
+        in_pass = min(tokens, tokens_on_cpu(sample_tokens, ranks))
+    passes = fit.gradient_accumulation_steps * -(-tokens // in_pass)
+    return -(-in_pass // shared), passes
+
+
+def ppo_batch(plan: PPOPlan) -> tuple[int, int]:
+    """The same of step 3. Responses shorter than the longest fill a micro-batch up to its budget,
+    if there are enough; they share their prompt where an update has all responses to its prompts,
+    and ranks do not divide its rows."""
+    prompt = plan.flags.max_prompt_seq_len
+    response = plan.flags.max_answer_seq_len
+    samples = plan.samples
+    row_tokens = prompt + response
+    all_tokens = plan.rows_per_rank * row_tokens
+    if (
+        plan.rollout_rows == plan.global_batch
+        and plan.shared == 1
+        and sharing_pays(prompt, samples, samples * row_tokens)
+    ):
+        copied_tokens = (samples - 1) * (prompt // COPIED)
+        group_tokens = prompt + samples * response + copied_tokens
+        all_tokens = plan.rows_per_rank // samples * group_tokens
+    budget = max(row_tokens, plan.micro_batch_tokens)  # a row may be longer; ranks may share it
+    tokens = -(-min(budget, all_tokens * plan.shared) // plan.shared)
+    passes = -(-all_tokens * plan.flags.ppo_epochs // (plan.updates_per_rollout * tokens))
+    return tokens, passes
+
+
+def rollout_phase(
+    config: PPOConfig,
+    plan: PPOPlan,
+    roles: Sequence[Role],
+    actor_config: PretrainedConfig,
+    device_memory: int,
+) -> tuple[Phase, int]:
+    """Generation, and the number of sequences that are decoded at a time. At stage 3 the actor's
+    weights are gathered: whole ones (1 / size of the layers with tensor parallelism, or one layer
+    at a time); adapted ones are merged. `device_memory`: bytes that this rank's tensors may
+    take."""
+    ppo = config.ppo
+    actor = roles[0]
+    parts = actor.parts
+    phase = steady_phase("rollout", config, roles)
+    if sleeps(config, actor):
+        staying: dict[tuple[str, str, bool], int] = {}
+        for (role, kind, on_host), size in phase.held.items():
+            if on_host or (role, kind) == ("actor", "weights"):
+                staying[role, kind, on_host] = size
+        phase.held = staying
+    asked_shards = config.ppo_memory.inference_tp_size
+    shards = 1  # of the layers, with tensor parallelism
+    if asked_shards > 1 and reason_not_to_shard(actor_config, config.lora.actor_lora_dim) is None:
+        shards = asked_shards
+    is_refused = shards < asked_shards
+    by_layer = actor.stage == 3 and (ppo.unpin_actor_parameters or is_refused)
+    phase.add("actor", "buffers", generation_weights(actor, by_layer, shards))
+    length = ppo.max_prompt_seq_len + ppo.max_answer_seq_len
+    planned = phase.total()
+    if actor.on_gpu:
+        planned = phase.total(on_host=False)
+    free = device_memory - planned
+    rows = running_rows(actor, plan.rows_per_rank * shards, length, ppo.rollout_rows, free)
+    phase.add("actor", "KV cache", parts.cache_bytes(length) * rows / shards)
+    phase.add("actor", "logits", LOGITS_BYTES * rows * parts.vocabulary)
+    return phase, rows
+
+
+def generation_weights(actor: Role, by_layer: bool, shards: int) -> float:
+    """Bytes of the weights that generation makes beside those that the actor holds: gathered ones,
+    `by_layer` one layer at a time, else 1 / `shards` of the layers; or merged ones, where LoRA
+    adapts them. A CPU lays matrices out again."""
+    parts = actor.parts
+    size: float = actor.itemsize * parts.adapted
+    if actor.bits:  # quantised weights are not merged
+        size = 0
+    if by_layer:
+        return actor.itemsize * (parts.layer + parts.head)
+    if actor.gathered:
+        size = actor.itemsize * (parts.total - parts.layers + parts.layers / shards)
+    if not actor.on_gpu:
+        size += actor.itemsize * parts.total
+    return size
