@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from os.path import commonprefix
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -65,10 +66,10 @@ def encode_finished(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     contains the chat template's end-of-turn token, the template has rendered it and that token is
     the final one; otherwise EOS is."""
     end = str(tokenizer.convert_ids_to_tokens(turn_end(tokenizer).token))
-    found = encode_example(
-        tokenizer, Example(without_final(tokenizer, text)[0], [end if end in text else ""])
-    )
-    return [*found.prompt, *found.answers[0]]
+    bare_text, _ = without_final(tokenizer, text)
+    answer = end if end in text else ""
+    ids = encode_example(tokenizer, Example(bare_text, [answer]))
+    return [*ids.prompt, *ids.answers[0]]
 
 
 def encode_example(
@@ -77,70 +78,100 @@ def encode_example(
     """The ids of one example, in lists that others may share; `UserError`, without the row's name,
     if it cannot be encoded. With `all_turns` the earlier answers in a prompt of chat messages are
     found too."""
-    prompt, spans = example.prompt, list[Span]()  # spans: characters of the prompt
-    if isinstance(prompt, str):
-        text = prompt
-        is_bare = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-        answers = [text_answer(tokenizer, answer) for answer in example.answers]
+    if isinstance(example.prompt, str):
+        rendered = _rendered_text(tokenizer, example, example.prompt)
     else:
-        prompt = [
-            (
-                {
-                    **message,
-                    "content": divided(tokenizer, _result_of(tokenizer, message["content"])),
-                }
-                if message["role"] in SAID_BY_TOOLS
-                else message
-            )
-            for message in prompt
-        ]
-        tools = example.tools
-        variables = known_variables(tokenizer, example.variables, tools)
-        text = render(tokenizer, prompt, True, tools, variables)
-        is_bare = True
-        check_prompt(tokenizer, text, prompt, tools, variables)
-        if all_turns:
-            said = [
-                number for number, message in enumerate(prompt) if message["role"] == "assistant"
-            ]
-            found = zip(said, turn_spans(tokenizer, prompt, text, tools, variables), strict=True)
-            spans = [span for turn, span in found if turn not in example.context]
-        answers = [
-            render_answer(tokenizer, prompt, text, answer, tools, variables)
-            for answer in example.answers
-        ]
-        for message in example.answers:
-            if isinstance(message, dict):
-                check_calls(tokenizer, prompt, message, tools, variables)
-    if prompt == example.prompt:
-        ids, prompt_spans = _encode(tokenizer, text, tuple(spans), not is_bare)
+        rendered = _rendered_chat(tokenizer, example, example.prompt, all_turns)
+    text = rendered.prompt
+    if rendered.is_divided:
+        ids, prompt_spans = _encode_divided(tokenizer, text, rendered.spans)
     else:
-        ids, prompt_spans = _encode_divided(tokenizer, text, spans)
-    if not is_bare and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
+        with_bos = not rendered.has_bos
+        ids, prompt_spans = _encode(tokenizer, text, tuple(rendered.spans), with_bos)
+    if not rendered.has_bos and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]  # some tokenizers append EOS to every text
     # of a plain text, which may bring its own
-    is_bos = len(ids) == 1 and ids[0] == tokenizer.bos_token_id
-    encoded = []
-    for answer, final in answers:
-        whole = encode_after(tokenizer, text[-_TAIL:], answer)
-        if is_bos and whole[:1] == ids:
-            whole = whole[1:]
-        encoded.append(whole if whole[-1:] == [final] else [*whole, final])
-    turns = [turn for turn, _ in answers]
+    is_only_bos = len(ids) == 1 and ids[0] == tokenizer.bos_token_id
+    answers = list[list[int]]()
+    for turn, final in rendered.answers:
+        answer = encode_after(tokenizer, text[-_TAIL:], turn)
+        if is_only_bos and answer[:1] == ids:
+            answer = answer[1:]
+        if answer[-1:] != [final]:
+            answer = [*answer, final]
+        answers.append(answer)
+    turns = [turn for turn, _ in rendered.answers]
     remarks = remarks_on(tokenizer, example, text, turns, all_turns)
-    return EncodedExample(ids, encoded, prompt_spans, remarks)
+    return EncodedExample(ids, answers, prompt_spans, remarks)
+
+
+class _Rendered(NamedTuple):
+    """An example as text.
+
+    Attributes:
+        prompt: The text of the prompt.
+        has_bos: Whether that begins with BOS where one is needed, so that the tokenizer adds none.
+        answers: The text of each answer, and the id of its final token.
+        spans: The characters of the prompt that are earlier answers, to be trained.
+        is_divided: Whether `SPLIT`s in the prompt divide texts of special tokens.
+    """
+
+    prompt: str
+    has_bos: bool
+    answers: list[tuple[str, int]]
+    spans: list[Span]
+    is_divided: bool = False
+
+
+def _rendered_text(tokenizer: PreTrainedTokenizerBase, example: Example, prompt: str) -> _Rendered:
+    """An example whose prompt is text, which is used as it is."""
+    has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
+    answers = [text_answer(tokenizer, answer) for answer in example.answers]
+    return _Rendered(prompt, has_bos, answers, [])
+
+
+def _rendered_chat(
+    tokenizer: PreTrainedTokenizerBase, example: Example, prompt: Messages, all_turns: bool
+) -> _Rendered:
+    """An example whose prompt is chat messages, which the template renders."""
+    messages = Messages()
+    for message in prompt:
+        if message["role"] in SAID_BY_TOOLS:
+            content = divided(tokenizer, _result_of(tokenizer, message["content"]))
+            message = {**message, "content": content}
+        messages.append(message)
+    tools = example.tools
+    variables = known_variables(tokenizer, example.variables, tools)
+    text = render(tokenizer, messages, True, tools, variables)
+    check_prompt(tokenizer, text, messages, tools, variables)
+    spans = list[Span]()
+    if all_turns:
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        all_spans = turn_spans(tokenizer, messages, text, tools, variables)
+        for turn, span in zip(turns, all_spans, strict=True):
+            if turn not in example.context:
+                spans.append(span)
+    answers = [
+        render_answer(tokenizer, messages, text, answer, tools, variables)
+        for answer in example.answers
+    ]
+    for answer in example.answers:
+        if isinstance(answer, dict):
+            check_calls(tokenizer, messages, answer, tools, variables)
+    return _Rendered(text, True, answers, spans, is_divided=messages != prompt)
 
 
 def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, answer: str) -> list[int]:
     """The ids of an answer after `before`, the end of its prompt, if the tokenizer puts a space
     before every text. If a token would span the two, it is encoded after another text, or alone."""
-    for start in (
-        (before, "\n", ":") if before and _puts_a_space_before(tokenizer, len(tokenizer)) else ()
-    ):
-        first = _encode(tokenizer, start)[0]
-        whole = _encode(tokenizer, start + answer)[0]
-        if whole[: len(first)] == first:
-            return whole[len(first) :]
+    starts = tuple[str, ...]()
+    if before and _puts_a_space_before(tokenizer, len(tokenizer)):
+        starts = (before, "\n", ":")
+    for start in starts:
+        start_ids = _encode(tokenizer, start)[0]
+        ids = _encode(tokenizer, start + answer)[0]
+        if ids[: len(start_ids)] == start_ids:
+            return ids[len(start_ids) :]
     return _encode(tokenizer, answer)[0]
 
 
@@ -149,7 +180,9 @@ def _puts_a_space_before(tokenizer: PreTrainedTokenizerBase, size: int) -> bool:
     """Whether the tokenizer puts a space before every text, as those of Llama 2 do. `size`: of its
     vocabulary."""
     try:
-        anchor, text, both = (_encode(tokenizer, part)[0] for part in ("\n", "x", "\nx"))
+        anchor = _encode(tokenizer, "\n")[0]
+        text = _encode(tokenizer, "x")[0]
+        both = _encode(tokenizer, "\nx")[0]
     except UserError:  # a vocabulary without these characters and without an unknown token
         return False
     return both[: len(anchor)] == anchor and both[len(anchor) :] != text
@@ -179,10 +212,10 @@ def _encode(
                 backend.no_padding()
             if not spans:
                 # without offsets
-                [found] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-                return found.ids, []
-            found = backend.encode(text, add_special_tokens=add_special_tokens)
-            return found.ids, token_spans(found.offsets, spans)
+                batch = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+                return batch[0].ids, []
+            encoding = backend.encode(text, add_special_tokens=add_special_tokens)
+            return encoding.ids, token_spans(encoding.offsets, spans)
         ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)[
             "input_ids"
         ]
@@ -201,29 +234,31 @@ def _encode_divided(
     """`_encode` of a text whose parts between `SPLIT`s are encoded one by one, later ones as by
     `encode_after` after a line break. No span contains a `SPLIT`."""
     ids = list[int]()
-    found = list[Span]()
-    place = 0
-    for part in text.split(SPLIT):
-        for start in (
-            ("\n", ":", "") if place and _puts_a_space_before(tokenizer, len(tokenizer)) else ("",)
-        ):
-            first = _encode(tokenizer, start)[0] if start else []
-            shift = len(start) - place
-            inside = tuple(
-                (a + shift, b + shift) for a, b in spans if place <= a and b <= place + len(part)
-            )
-            more, ranges = _encode(tokenizer, start + part, inside)
-            if more[: len(first)] == first:
+    token_ranges = list[Span]()
+    begin = 0  # of the piece, in characters of the text
+    for piece in text.split(SPLIT):
+        end = begin + len(piece)
+        starts: tuple[str, ...] = ("",)
+        if begin and _puts_a_space_before(tokenizer, len(tokenizer)):
+            starts = ("\n", ":", "")
+        for start in starts:
+            start_ids = _encode(tokenizer, start)[0] if start else []
+            shift = len(start) - begin
+            inside = [(a + shift, b + shift) for a, b in spans if begin <= a and b <= end]
+            piece_ids, ranges = _encode(tokenizer, start + piece, tuple(inside))
+            if piece_ids[: len(start_ids)] == start_ids:
                 break
-        found += [(len(ids) + a - len(first), len(ids) + b - len(first)) for a, b in ranges]
-        ids += more[len(first) :]
-        place += len(part) + len(SPLIT)
-    return ids, found
+        offset = len(ids) - len(start_ids)
+        token_ranges += [(offset + a, offset + b) for a, b in ranges]
+        ids += piece_ids[len(start_ids) :]
+        begin = end + len(SPLIT)
+    return ids, token_ranges
 
 
 def _result_of(tokenizer: PreTrainedTokenizerBase, content: str) -> str:
     """What a tool said, without the marks of Hermes around it if the chat template writes them."""
-    begin, end = "<tool_response>", "</tool_response>"
+    begin = "<tool_response>"
+    end = "</tool_response>"
     bare = content.strip()
     has_marks = bare.startswith(begin) and bare.endswith(end)
     if not has_marks or begin not in str(tokenizer.chat_template):
@@ -236,12 +271,11 @@ def divided(tokenizer: PreTrainedTokenizerBase, content: str) -> str:
     of added tokens that the chat template writes, are divided by `SPLIT`."""
     reserved = _reserved(tokenizer, str(tokenizer.chat_template), len(tokenizer))
     while True:
-        ids = {number for part in content.split(SPLIT) for number in _encode(tokenizer, part)[0]}
-        texts = [
-            reserved[number]
-            for number in sorted(ids & reserved.keys())
-            if reserved[number] in content
-        ]
+        ids = set[int]()
+        for piece in content.split(SPLIT):
+            ids.update(_encode(tokenizer, piece)[0])
+        texts = [reserved[token_id] for token_id in sorted(ids & reserved.keys())]
+        texts = [text for text in texts if text in content]
         if not texts:
             return content
         for text in texts:
@@ -263,7 +297,8 @@ def _reserved(tokenizer: PreTrainedTokenizerBase, template: str, size: int) -> d
 def token_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
     """Ranges of tokens for ranges of characters; `offsets` are the first and the last + 1 character
     of each token."""
-    starts, stops = ([offset[side] for offset in offsets] for side in (0, 1))
+    starts = [start for start, _ in offsets]
+    stops = [stop for _, stop in offsets]
     return [(bisect_right(stops, start), bisect_left(starts, stop)) for start, stop in spans]
 
 
@@ -273,15 +308,15 @@ def joined_steps(example: Example, separator: str) -> Example:
     separator."""
     steps = list[str]()
     ends = re.escape(separator)
-    for number, step in enumerate(example.answers, start=1):
+    for step_number, step in enumerate(example.answers, start=1):
         assert isinstance(step, str)
         # a run inside is tried once
         step = re.sub(rf"\A(?:{ends})+|(?<!{ends})(?:{ends})+\Z", "", step)
         if not step.strip():
-            raise UserError(f"step {number} is empty")
+            raise UserError(f"step {step_number} is empty")
         if separator in step:
             raise UserError(
-                f"step {number} contains the separator {separator!r}; choose another"
+                f"step {step_number} contains the separator {separator!r}; choose another"
                 " --step_separator"
             )
         steps.append(step)
@@ -299,15 +334,15 @@ def step_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], separator:
         return []
     text = decoded(tokenizer, ids)
     ends = list[int]()
-    place = 0
+    offset = 0
     spaces = len(separator) - (len(separator.rstrip(" ")) or len(separator))
     *steps, rest = text.split(separator)
     for step in steps:
-        place += len(step) + len(separator)
+        offset += len(step) + len(separator)
         if step.strip():
             # Texts are compared, not lengths: the bytes of half a character decode to one or
             # several characters.
-            start = text[: place - spaces]
+            start = text[: offset - spaces]
             lasts = range(len(ids) - 1)
             ends.append(
                 bisect_left(
@@ -337,5 +372,5 @@ def labelled_ends(
             f"the tokens have {len(ends)} steps and not {len(labels)}: the tokenizer does not keep"
             f" the separator {separator!r}; choose another --step_separator"
         )
-    kept = [(end, label) for end, label in zip(ends, labels, strict=True) if label == label]
-    return [end for end, _ in kept], [label for _, label in kept]
+    ends_with_label = [end for end, label in zip(ends, labels, strict=True) if label == label]
+    return ends_with_label, [label for label in labels if label == label]  # not NaN
