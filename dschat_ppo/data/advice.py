@@ -117,9 +117,10 @@ def _of_pairs(columns: list[str], rows: list[Row]) -> str:
 def _two_answers(columns: list[str], rows: list[Row]) -> tuple[str, str] | None:
     """Two columns of texts or messages whose names differ in their ends."""
     for first, second in product(columns, columns):
-        for one, other in SIDES:
-            stem = first.removesuffix(one)
-            is_pair = first == stem + one and second == stem + other and stem not in _NO_ANSWERS
+        for first_end, second_end in SIDES:
+            stem = first.removesuffix(first_end)
+            has_ends = first == stem + first_end and second == stem + second_end
+            is_pair = has_ends and stem not in _NO_ANSWERS
             values = [row.get(column) for row in rows for column in (first, second)]
             if is_pair and all(isinstance(value, str | list) for value in values):
                 return first, second

@@ -106,28 +106,28 @@ class Example:
 # Values of fields
 
 
-def value_at(row: Row, path: str) -> Any:
+def field_at(row: Row, path: str) -> Any:
     """The value of a column, or of a field inside it: `reward_model.ground_truth`,
     `passages.0.text`, `output.1:` for the entries of a list from the second one on. `UserError` if
     there is none. A column of whole numbers that lacks one is often stored as floats: NaN is None,
     and 3.0 is 3."""
     value: Any = row.get(path, row)
     done: list[str] = []
-    for part in () if path in row else path.split("."):
+    keys = [] if path in row else path.split(".")
+    for key in keys:
         value = json_value(value)
-        entry = part.removesuffix(":")
-        if isinstance(value, dict) and part in value:
-            value = value[part]
+        entry = key.removesuffix(":")
+        if isinstance(value, dict) and key in value:
+            value = value[key]
         elif isinstance(value, list) and entry.isdigit() and int(entry) < len(value):
-            if entry == part:
+            if entry == key:
                 value = value[int(entry)]
             else:
                 value = value[int(entry) :]
         else:
-            raise UserError(
-                f"has no '{path}'" + (f": '{'.'.join(done)}' is {kind_of(value)}" if done else "")
-            )
-        done.append(part)
+            where = f": '{'.'.join(done)}' is {kind_of(value)}" if done else ""
+            raise UserError(f"has no '{path}'{where}")
+        done.append(key)
     if isinstance(value, float):
         if math.isnan(value):
             return None
@@ -140,21 +140,21 @@ def value_at(row: Row, path: str) -> Any:
 def has_value(row: Row, path: str) -> bool:
     """Whether the row has this field, and it is not null."""
     try:
-        return value_at(row, path) is not None
+        return field_at(row, path) is not None
     except UserError:
         return False
 
 
 def text_at(row: Row, path: str) -> str:
     """The text of a column or of a field inside it."""
-    value = value_at(row, path)
+    value = field_at(row, path)
     if isinstance(value, list):
         way = f"a column flag can name one of its entries, such as {path}.0"
         raise UserError(f"'{path}' is {kind_of(value)}; expected text; {way}")
-    return as_text(value, f"'{path}'")
+    return scalar_as_text(value, f"'{path}'")
 
 
-def as_text(value: Any, name: str) -> str:
+def scalar_as_text(value: Any, name: str) -> str:
     """A text; a number or a boolean as JSON writes it. `name` is for the message."""
     if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         value = json.dumps(value)
@@ -176,23 +176,26 @@ def number_of(value: Any, name: str) -> float:
 
 def margin_of(row: Row) -> float:
     """The finite number in the column `margin`; 0 if it is missing or empty."""
-    return number_of((value_at(row, "margin") if "margin" in row else None) or 0, "'margin'")
+    margin = None
+    if "margin" in row:
+        margin = field_at(row, "margin")
+    return number_of(margin or 0, "'margin'")
 
 
 def truth_of(row: Row, column: str, pattern: str | None) -> Any:
     """The correct answer of a row: the value of `column`, or what the first group of `pattern`
     finds in its text."""
-    value = value_at(row, column)
+    value = field_at(row, column)
     if value is None:
         raise UserError(f"'{column}' is null; expected the correct answer")
     if pattern is None:
         return value
-    found = re.search(pattern, str(value))
-    if found is None or found.group(1) is None:
+    match = re.search(pattern, str(value))
+    if match is None or match.group(1) is None:
         raise UserError(
             f"'{column}' does not match '{pattern}' (--answer_pattern): {str(value)[:60]!r}"
         )
-    return found.group(1)
+    return match.group(1)
 
 
 def kind_of(value: Any) -> str:
@@ -225,21 +228,21 @@ def json_value(value: Any) -> Any:
 def from_json(value: Any) -> Any:
     """The messages that a JSON text holds, alone or in an object with the key `messages`; any other
     value as it is, such as an answer that is JSON with its own `role`."""
-    found = json_value(value) if isinstance(value, str) else value
-    if found is value:
+    parsed = json_value(value)
+    if parsed is value:
         return value
-    if isinstance(found, dict) and isinstance(found.get("messages"), list):
-        found = found["messages"]
-    parts = found if isinstance(found, list) else [found]
-    if not all(isinstance(part, dict) and {"role", "from"} & set(part) for part in parts):
+    if isinstance(parsed, dict) and isinstance(parsed.get("messages"), list):
+        parsed = parsed["messages"]
+    turns = parsed if isinstance(parsed, list) else [parsed]
+    if not all(isinstance(turn, dict) and {"role", "from"} & set(turn) for turn in turns):
         return value
-    has_texts = all({"content", "value", "tool_calls"} & set(part) for part in parts)
+    has_texts = all({"content", "value", "tool_calls"} & set(turn) for turn in turns)
     has_roles = all(
-        str(part.get("role", part.get("from"))).strip().lower() in ROLES for part in parts
+        str(turn.get("role", turn.get("from"))).strip().lower() in ROLES for turn in turns
     )
     # of three signs one may fail: turns without content, or with other roles, are refused later
-    if parts and isinstance(found, list) + has_texts + has_roles >= 2:
-        return found
+    if turns and isinstance(parsed, list) + has_texts + has_roles >= 2:
+        return parsed
     return value
 
 
@@ -322,43 +325,46 @@ def read_messages(value: Any, column: str, role_names: dict[str, str] | None = N
             for number, text in enumerate(value)
         ]
     roles = ROLES | (role_names or {})
-    read = Messages()
-    for number, message in enumerate(value, start=1):
-        name = f"message {number} of '{column}'"
-        checked(message, dict, name, "an object with role and content")
-        rest = {key: inner for key, inner in message.items() if inner is not None}
-        is_sharegpt = "role" not in rest and "from" in rest
-        given, content = (
-            rest.pop(key, None)
-            for key in (("from", "value") if is_sharegpt else ("role", "content"))
-        )
-        if isinstance(given, str):
-            role = roles.get(given.strip().lower())
-        else:
-            role = None
-        if not isinstance(given, str) or role is None:
-            raise UserError(
-                f"{name} has {'no role' if given is None else f'role {given!r}'}; expected"
-                f" {_EXPECTED}"
-            )
-        calls = rest.pop("tool_calls", None)
-        if given.strip().lower() in _CALLS:
-            calls = json_value(content)
-            content = ""
-            calls = [
-                {"type": "function", "function": call}
-                for call in (calls if isinstance(calls, list) else [calls])
-            ]
-        if calls:
-            rest["tool_calls"] = [_with_parsed_arguments(call, name) for call in calls]
-        elif content is None:
-            raise UserError(f"{name} has no {'value' if is_sharegpt else 'content'}")
-        if _excluded({key: rest.pop(key) for key in WEIGHTS if key in rest}, role, name):
-            rest[CONTEXT] = True
-        read.append(
-            {"role": role, "content": _text_of("" if content is None else content, name), **rest}
-        )
-    return read
+    return [
+        _read_message(message, roles, f"message {position} of '{column}'")
+        for position, message in enumerate(value, start=1)
+    ]
+
+
+def _read_message(message: Any, roles: dict[str, str], name: str) -> Message:
+    """Normalise one message. `roles`: names of roles in lower case -> roles; `name`: of the message
+    in errors."""
+    checked(message, dict, name, "an object with role and content")
+    rest = {key: inner for key, inner in message.items() if inner is not None}
+    role_key = "role"
+    content_key = "content"
+    if "role" not in rest and "from" in rest:  # as in ShareGPT
+        role_key = "from"
+        content_key = "value"
+    role_name = rest.pop(role_key, None)
+    content = rest.pop(content_key, None)
+    role = None
+    if isinstance(role_name, str):
+        role = roles.get(role_name.strip().lower())
+    if not isinstance(role_name, str) or role is None:
+        has = "no role" if role_name is None else f"role {role_name!r}"
+        raise UserError(f"{name} has {has}; expected {_EXPECTED}")
+    calls = rest.pop("tool_calls", None)
+    if role_name.strip().lower() in _CALLS:
+        functions = json_value(content)
+        if not isinstance(functions, list):
+            functions = [functions]
+        calls = [{"type": "function", "function": function} for function in functions]
+        content = ""
+    if calls:
+        rest["tool_calls"] = [_with_parsed_arguments(call, name) for call in calls]
+    elif content is None:
+        raise UserError(f"{name} has no {content_key}")
+    weights = {key: rest.pop(key) for key in WEIGHTS if key in rest}
+    if _excluded(weights, role, name):
+        rest[CONTEXT] = True
+    text = _content_text("" if content is None else content, name)
+    return {"role": role, "content": text, **rest}
 
 
 def _excluded(weights: dict[str, Any], role: str, name: str) -> bool:
@@ -376,7 +382,7 @@ def _excluded(weights: dict[str, Any], role: str, name: str) -> bool:
     return role == "assistant" and any(map(leaves_out, weights.values()))
 
 
-def _text_of(content: Any, name: str) -> str:
+def _content_text(content: Any, name: str) -> str:
     """The text of a message's content, which may be a list of text parts."""
     if isinstance(content, str):
         return content
@@ -414,11 +420,12 @@ def read_tools(value: Any, column: str) -> list[Any] | None:
     else:
         way = ""
     expected = f"a list of tool descriptions or its JSON{way}"
-    found = checked([] if value is None else value, list, f"'{column}'", expected)
-    return [
+    listed_tools = checked([] if value is None else value, list, f"'{column}'", expected)
+    tools = [
         checked(json_value(tool), dict, f"a tool of '{column}'", f"an object{way}")
-        for tool in found
-    ] or None
+        for tool in listed_tools
+    ]
+    return tools or None
 
 
 def _without_nulls(value: Any) -> Any:

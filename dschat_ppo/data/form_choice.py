@@ -21,7 +21,7 @@ from dschat_ppo.data.content import (
     is_of_rewards,
     names_an_answer,
 )
-from dschat_ppo.data.examples import VARIABLES_COLUMN, Example, Row, has_value, value_at
+from dschat_ppo.data.examples import VARIABLES_COLUMN, Example, Row, field_at, has_value
 from dschat_ppo.data.form_kinds import FORMS, KINDS, SETS, Kind, set_named
 from dschat_ppo.data.form_rendering import Candidate, rendering_of
 from dschat_ppo.data.forms import Form, UnreadError, rows_made
@@ -79,8 +79,9 @@ def detect_form(
     except UnreadError as problem:
         ways = list[str]()
         if not problem.is_sure and (problem.lost or use is not None):
-            for asked in ("sft", "prompt") if use is None else (use,):
-                ways = ways or tried_ways(detect, columns, rows, flags, asked, problem.lost)
+            uses: tuple[Use, ...] = ("sft", "prompt") if use is None else (use,)
+            for each_use in uses:
+                ways = ways or tried_ways(detect, columns, rows, flags, each_use, problem.lost)
         ways = ways or [problem.way]
         where = f"{name}: " if problem.lost else ""
         raise UserError(f"{where}{problem.what}; {'; '.join(ways)}") from None
@@ -96,12 +97,12 @@ def _sample(
 ) -> Sample:
     """What is known of a data set. `UserError` if a flag names no column and there is no other data
     set."""
-    kept = [column for column in columns if column not in flags.ignore_columns]
-    rows = [{column: value for column, value in row.items() if column in kept} for row in rows]
+    columns_left = [column for column in columns if column not in flags.ignore_columns]
+    rows = [{name: row[name] for name in row if name in columns_left} for row in rows]
     by_flag = {
         role: column
         for role, column in flags.columns.items()
-        if column and _exists(column, kept, rows)
+        if column and _exists(column, columns_left, rows)
     }
     missing = [
         f"{flags.name_of(role)} {column}"
@@ -109,22 +110,24 @@ def _sample(
         if column and role not in by_flag
     ]
     if missing and is_only:
-        raise UserError(f"{', '.join(missing)}: {name} has no such column; it has {_listed(kept)}")
+        raise UserError(
+            f"{', '.join(missing)}: {name} has no such column; it has {_quoted_names(columns_left)}"
+        )
     of_content = {role: column for role, column in by_flag.items() if role in _ROLES}
     if set(VERDICT_ROLES) & set(of_content):  # then the flags name two answers in any order
-        other_names = {"chosen": "first", "rejected": "second"}
-        of_content = {other_names.get(role, role): path for role, path in of_content.items()}
+        in_any_order = {"chosen": "first", "rejected": "second"}
+        of_content = {in_any_order.get(role, role): path for role, path in of_content.items()}
     return Sample(
         name,
         tuple(columns),
-        kept,
+        columns_left,
         rows,
         has_template,
         flags,
         by_flag,
         of_content,
         missing,
-        advice_for(kept, rows),
+        advice_for(columns_left, rows),
     )
 
 
@@ -184,7 +187,7 @@ def _completed(sample: Sample, chosen: Candidate) -> Form:
     if not chosen.fits:
         if advice.sets and not sample.of_content:
             raise UserError(
-                f"{name}: has the columns {_listed(columns)}, which do not fit the form"
+                f"{name}: has the columns {_quoted_names(columns)}, which do not fit the form"
                 f" {kind.name}; {as_known_set(advice.sets)}"
             )
         way = "--prompt_column, ... name other columns"
@@ -214,7 +217,7 @@ def _completed(sample: Sample, chosen: Candidate) -> Form:
         advice=advice,
         row_way=row_way,
         warning=warning,
-        about=f"{name}: has the columns {_listed(columns)}, read as form {kind.name}",
+        about=f"{name}: has the columns {_quoted_names(columns)}, read as form {kind.name}",
     )
     description = [about_prompts, *_about_columns(form, columns, flags)]
     if sample.missing:
@@ -255,7 +258,8 @@ def _watched(sample: Sample, form: Form) -> set[str]:
         watched |= set(filter(names_an_answer, sample.columns))
         if kind.name == "problem_solution":
             watched.add("answer")
-    watched -= {other for role in of_content for other in kind.roles[role].split()}
+    for role in of_content:
+        watched -= set(kind.roles[role].split())
     if {"chosen", "rejected"} <= set(of_content):  # which a verdict may turn around
         watched |= TURNING.intersection(sample.columns)
     watched -= _used(form) | set(flags.ignore_columns)
@@ -272,34 +276,33 @@ def _watched(sample: Sample, form: Form) -> set[str]:
 
 def _about_columns(form: Form, columns: list[str], flags: DataFlags) -> list[str]:
     """What was understood of the other columns, for the log."""
-    parts = []
+    facts = list[str]()
     if form.system:
-        parts.append(f"system messages from '{form.system}'")
+        facts.append(f"system messages from '{form.system}'")
     if form.tools:
-        parts.append(f"tools from '{form.tools}'")
+        facts.append(f"tools from '{form.tools}'")
     if form.variables:
-        parts.append(f"variables of the chat template from '{form.variables}'")
+        facts.append(f"variables of the chat template from '{form.variables}'")
     used = _used(form)
     unused = [column for column in columns if column not in used and not column.startswith("_")]
     if unused and not form.kind.is_known_set:
-        parts.append(f"other columns: {_listed(unused)}")
+        facts.append(f"other columns: {_quoted_names(unused)}")
     if form.truth:
+        by_pattern = ""
         if form.truth_pattern:
             by_pattern = f" by '{form.truth_pattern}'"
-        else:
-            by_pattern = ""
-        parts.append(f"the correct answer from '{form.truth}'{by_pattern}")
+        facts.append(f"the correct answer from '{form.truth}'{by_pattern}")
     for flag in ("input_template", "system_message"):
         if getattr(flags, flag) and getattr(form, flag) is None:
-            parts.append(f"--{flag} does not apply")
+            facts.append(f"--{flag} does not apply")
     if {"response", "chosen"} <= set(form.columns):
-        parts.append(f"SFT learns '{form.columns['response']}', not '{form.columns['chosen']}'")
-    others = [name for name in form.advice.sets if not set(SETS[name].columns.split()) <= used]
-    if others and not form.kind.is_known_set:
-        parts.append(as_known_set(tuple(others)))
+        facts.append(f"SFT learns '{form.columns['response']}', not '{form.columns['chosen']}'")
+    known_sets = [name for name in form.advice.sets if not set(SETS[name].columns.split()) <= used]
+    if known_sets and not form.kind.is_known_set:
+        facts.append(as_known_set(tuple(known_sets)))
     if form.scale != "words":
-        parts.append(f"'{form.columns['better']}' is {MEANINGS[form.scale]}")
-    return parts
+        facts.append(f"'{form.columns['better']}' is {MEANINGS[form.scale]}")
+    return facts
 
 
 def _own_form(
@@ -313,21 +316,21 @@ def _own_form(
     """The form of the rows that `FILE.py:FUNCTION` makes of the first rows."""
     function = flags.data_format
     own_function("--data_format", function)  # a missing file is no bad row
-    made = list[Row]()
-    for number, row in enumerate(rows, start=1):
+    form_rows = list[Row]()
+    for row_number, row in enumerate(rows, start=1):
         try:
-            made += rows_made(function, row)
+            form_rows += rows_made(function, row)
         except UserError as problem:
-            raise UserError(f"{name}, row {number}: {problem}") from None
-    if not made:
+            raise UserError(f"{name}, row {row_number}: {problem}") from None
+    if not form_rows:
         raise UserError(
             f"--data_format {function}: makes no row of the first {len(rows)}, by which the form is"
             " found"
         )
-    columns = list(dict.fromkeys(column for row in made for column in row))
+    columns = list(dict.fromkeys(column for row in form_rows for column in row))
     flags = replace(flags, data_format="auto")
     made_by = f"{name} through {function}"
-    form = detect_form(made_by, columns, made, has_template, flags, is_only, use)
+    form = detect_form(made_by, columns, form_rows, has_template, flags, is_only, use)
     sha = hashlib.sha256(Path(file_named(function)).read_bytes()).hexdigest()
     return replace(
         form, function=function, file_sha=sha, description=f"{function} makes {form.description}"
@@ -341,7 +344,7 @@ def _exists(path: str, columns: list[str], rows: list[Row]) -> bool:
     )
 
 
-def _listed(columns: list[str]) -> str:
+def _quoted_names(columns: list[str]) -> str:
     return ", ".join(map(repr, columns))
 
 
@@ -350,24 +353,28 @@ def _located(
 ) -> dict[str, str]:
     """Role -> column of a form: the one that a flag names, or else the first of its names that
     exists."""
-    found = dict[str, str]()
+    located = dict[str, str]()
     for role, names in kind.roles.items():
+        taken = {*by_flag.values(), *located.values()}
         free = [
-            path
-            for path in names.split()
-            if _exists(path, columns, rows) and path not in {*by_flag.values(), *found.values()}
+            path for path in names.split() if path not in taken and _exists(path, columns, rows)
         ]
-        if role in by_flag or free:
-            found[role] = by_flag.get(role) or free[0]
+        if role in by_flag:
+            located[role] = by_flag[role]
+        elif free:
+            located[role] = free[0]
     # of several choices of columns the one that flags name counts, or the first one; a column that
     # only the others have, or whose partner is missing, as chosen without rejected, has no role
     choices = sorted(kind.choices(), key=lambda choice: -len(choice[1] & set(by_flag)))
-    taken = {use: roles for use, roles in reversed(choices) if roles <= set(found)}
-    served, all_needed = (
-        set().union(*sets) for sets in (taken.values(), [roles for _, roles in choices])
-    )
+    roles_of_uses = dict[Use, set[str]]()
+    needed = set[str]()
+    for use, roles in choices:
+        needed |= roles
+        if roles <= set(located):
+            roles_of_uses.setdefault(use, roles)
+    served = set[str]().union(*roles_of_uses.values())
     return {
-        role: column for role, column in found.items() if role in served or role not in all_needed
+        role: column for role, column in located.items() if role in served or role not in needed
     }
 
 
@@ -379,72 +386,81 @@ def _candidates(sample: Sample) -> Iterator[Candidate]:
     rows = sample.rows
     flags = sample.flags
     by_flag = sample.of_content
-    if flags.data_format == "auto" and not by_flag:
-        known = set_named(sample.name)
-    else:
-        known = None
-    wanted = known or (flags.data_format if flags.data_format != "auto" else "")
-    found = list[Candidate]()
-    is_given = False
-    for kind in [FORMS[wanted]] if wanted else KINDS.values():
+    known = None
+    asked = flags.data_format
+    if flags.data_format == "auto":
+        if not by_flag:
+            known = set_named(sample.name)
+        asked = known or ""
+    kinds = [FORMS[asked]] if asked else list(KINDS.values())
+    left = list[Candidate]()
+    is_read = False
+    for kind in kinds:
         located = _located(kind, sample.columns, rows, by_flag)
         is_open = (
-            wanted
+            asked
             or not by_flag
             or kind.by_flag
             or located.get("prompt") in kind.roles.get("prompt", "").split()
         )
         if not (is_open and kind.uses(located) and set(by_flag) <= set(located)):
             continue
-        form = Form(
-            kind,
-            located,
-            "chat" if kind.rendering in ("chat", "content") else "text",
-            role_names=flags.roles,
-            scale=_scale(sample.name, located, rows, by_flag),
-        )
-        read: dict[Use, list[list[Example]]] = {use: [] for use in form.uses}
-        for use, row in product(read, rows):
-            with suppress(UserError):
-                read[use].append(form.examples_of(row, use))
-        prompts = [
-            one.prompt for of_rows in read.values() for examples in of_rows for one in examples
-        ]
-        has_messages = kind.rendering == "as given" and any(
-            isinstance(prompt, list) for prompt in prompts
-        )
-        fits = any(
-            2 * len(each) >= len(rows)
-            for use, each in read.items()
-            if use != "prompt" or kind.alone
-        )
-        one = Candidate(form, read, kind.rendering == "chat" or has_messages, fits)
-        if fits and (kind.by_flag or not by_flag):
-            is_given = True
-            yield one
+        candidate = _candidate(sample, kind, located)
+        if candidate.fits and (kind.by_flag or not by_flag):
+            is_read = True
+            yield candidate
         else:
-            found.append(one)
-    if is_given:
+            left.append(candidate)
+    if is_read:
         return
-    if not found:
+    if not left:
         what = "fit no known form"
-        if wanted:
-            names = ", ".join(names.replace(" ", "/") for names in FORMS[wanted].roles.values())
-            what = f"do not fit the form {wanted} ({names})"
+        if asked:
+            names = ", ".join(names.replace(" ", "/") for names in FORMS[asked].roles.values())
+            what = f"do not fit the form {asked} ({names})"
+        hint = ""
         if known:
             hint = "; --data_format FORM reads it in another way than DeepSpeed-Chat"
-        else:
-            hint = ""
         raise UnreadError(
-            f"{sample.name}: has the columns {_listed(sample.columns)}, which {what}",
+            f"{sample.name}: has the columns {_quoted_names(sample.columns)}, which {what}",
             f"{sample.advice.for_any}{hint}",
             is_sure=bool(sample.advice.sets),
         )
     # whose reader says what is wrong with each row
-    closest = max(
-        reversed(found), key=lambda one: (len(one.form.columns), one.form.kind.rendering == "chat")
+    closest = max(reversed(left), key=_closeness)
+    yield next((candidate for candidate in left if candidate.fits), closest)
+
+
+def _closeness(candidate: Candidate) -> tuple[int, bool]:
+    """The larger, the likelier a form that does not fit is the one that is meant."""
+    form = candidate.form
+    return len(form.columns), form.kind.rendering == "chat"
+
+
+def _candidate(sample: Sample, kind: Kind, located: dict[str, str]) -> Candidate:
+    """A form with these columns, and what it reads in the first rows."""
+    rows = sample.rows
+    form = Form(
+        kind,
+        located,
+        "chat" if kind.rendering in ("chat", "content") else "text",
+        role_names=sample.flags.roles,
+        scale=_scale(sample.name, located, rows, sample.of_content),
     )
-    yield next((one for one in found if one.fits), closest)
+    read = dict[Use, list[list[Example]]]()
+    has_messages = False
+    fits = False
+    for use in form.uses:
+        read[use] = []
+        for row in rows:
+            with suppress(UserError):
+                read[use].append(form.examples_of(row, use))
+        if use != "prompt" or kind.alone:
+            fits = fits or 2 * len(read[use]) >= len(rows)
+        for examples in read[use]:
+            has_messages = has_messages or any(isinstance(one.prompt, list) for one in examples)
+    is_chat = kind.rendering == "chat" or (kind.rendering == "as given" and has_messages)
+    return Candidate(form, read, is_chat, fits)
 
 
 def _scale(name: str, located: dict[str, str], rows: list[Row], by_flag: dict[str, str]) -> Scale:
@@ -452,7 +468,7 @@ def _scale(name: str, located: dict[str, str], rows: list[Row], by_flag: dict[st
     if not {"first", "second", "better"} <= set(located):
         return "words"
     column = located["better"]
-    values = [value_at(row, column) for row in rows if has_value(row, column)]
+    values = [field_at(row, column) for row in rows if has_value(row, column)]
     try:
         answers = located["first"], located["second"]
         return scale_of(values, column, answers, is_named="better" in by_flag)
@@ -473,7 +489,7 @@ def _truth(sample: Sample, form: Form) -> tuple[str | None, str | None]:
     values = {column: "" for column in (answer, form.columns["response"]) if column}
     for row, column in product(sample.rows, values):
         if has_value(row, column):
-            values[column] += str(value_at(row, column))
+            values[column] += str(field_at(row, column))
     if answer is None or len(values[answer]) > len(values[form.columns["response"]]):
         return None, None
     if "####" in values[answer]:  # as in GSM8K

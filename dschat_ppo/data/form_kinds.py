@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 from dschat_ppo.config.data_flags import Use
 from dschat_ppo.data import form_readers as readers
 from dschat_ppo.data import step_readers, verdicts
-from dschat_ppo.data.examples import Row, number_of, text_at, value_at
+from dschat_ppo.data.examples import Row, field_at, number_of, text_at
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,13 @@ class Kind:
 
     def uses(self, columns: dict[str, str]) -> tuple[Use, ...]:
         """The uses that these roles serve."""
-        found = dict.fromkeys(use for use, roles in self.choices() if roles <= set(columns))
-        return tuple(found | dict.fromkeys(("unpaired",) if "preference" in found else ()))
+        uses = dict[Use, None]()
+        for use, roles in self.choices():
+            if roles <= set(columns):
+                uses[use] = None
+        if "preference" in uses:
+            uses["unpaired"] = None
+        return tuple(uses)
 
 
 # Two answers with a verdict, or with a number each (`verdicts.py`)
@@ -278,7 +283,7 @@ def _read_known(name: str, cells: readers.Cells, use: Use) -> readers.PromptAndA
 def _filled(text: Text, row: Row) -> str:
     if callable(text):
         return text(row)
-    return re.sub(r"\{([^}]+)\}", lambda found: text_at(row, found.group(1)), text)
+    return re.sub(r"\{([^}]+)\}", lambda match: text_at(row, match.group(1)), text)
 
 
 def _last_turn(path: str) -> Text:
@@ -290,10 +295,10 @@ def _webgpt(place: int) -> Text:
     at equal scores."""
 
     def read(row: Row) -> str:
-        first, second = (
-            number_of(value_at(row, name), f"'{name}'") for name in ("score_0", "score_1")
-        )
-        text = text_at(row, f"answer_{place if first >= second else 1 - place}")
+        first = number_of(field_at(row, "score_0"), "'score_0'")
+        second = number_of(field_at(row, "score_1"), "'score_1'")
+        position = place if first >= second else 1 - place
+        text = text_at(row, f"answer_{position}")
         return " " + re.sub(r"[\(\[].*?[\)\]]", "", re.sub(r" [\(\[].*?[\)\]]", "", text))
 
     return read
@@ -303,9 +308,9 @@ def _shp(names: str) -> Text:
     """The answer of the first of two names if the label is 1, or else of the second one."""
 
     def read(row: Row) -> str:
-        return " " + text_at(
-            row, f"human_ref_{names[number_of(value_at(row, 'labels'), 'labels') != 1]}"
-        )
+        label = number_of(field_at(row, "labels"), "labels")
+        name = names[0] if label == 1 else names[1]
+        return " " + text_at(row, f"human_ref_{name}")
 
     return read
 

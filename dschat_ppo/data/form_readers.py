@@ -20,8 +20,8 @@ from dschat_ppo.data.examples import (
     Message,
     Messages,
     Row,
-    as_text,
     checked,
+    field_at,
     from_json,
     has_value,
     json_value,
@@ -29,9 +29,9 @@ from dschat_ppo.data.examples import (
     looks_like_messages,
     number_of,
     read_messages,
+    scalar_as_text,
     text_at,
     turns_in,
-    value_at,
     without_context,
 )
 from dschat_ppo.data.verdicts import Scale, lead_by_numbers, lead_of_first
@@ -108,7 +108,7 @@ class Cells:
 
     def value(self, role: str) -> Any:
         """The value; messages that are stored as JSON text are parsed."""
-        return from_json(value_at(self.row, self.columns[role]))
+        return from_json(field_at(self.row, self.columns[role]))
 
     def known(self, role: str) -> Any:
         """The value; None if the row lacks it."""
@@ -121,17 +121,19 @@ class Cells:
 
     def texts(self, role: str) -> list[str]:
         """The text; of several rejected answers, the text of each."""
-        value = value_at(self.row, self.columns[role])
+        value = field_at(self.row, self.columns[role])
         if role != "rejected" or not isinstance(value, list):
             return [self.text(role)]
         name = self.called(role)
-        return [as_text(text, f"entry {n} of {name}") for n, text in enumerate(value, start=1)]
+        return [
+            scalar_as_text(text, f"entry {n} of {name}") for n, text in enumerate(value, start=1)
+        ]
 
     def listed(self, role: str, expected: str) -> list[Any]:
         """A list, perhaps stored as JSON text, as in CSV files."""
         return list(
             checked(
-                json_value(value_at(self.row, self.columns[role])),
+                json_value(field_at(self.row, self.columns[role])),
                 list,
                 self.called(role),
                 expected,
@@ -385,7 +387,7 @@ def read_better(cells: Cells, use: Use) -> PromptAndAnswers:
     pair, lead = judged(cells, use)
     asked = None
     if cells.has("prompt"):
-        asked = json_value(value_at(cells.row, cells.columns["prompt"]))
+        asked = json_value(field_at(cells.row, cells.columns["prompt"]))
     if isinstance(asked, list) and asked and all(isinstance(text, str) for text in asked):
         row = dict(cells.row)
         for role in ("chosen", "rejected"):
@@ -414,7 +416,7 @@ def judged(cells: Cells, use: Use) -> tuple[Cells, int]:
     lead = 0
     if use != "prompt" and cells.has("better"):
         column = cells.columns["better"]
-        verdict = value_at(cells.row, column)
+        verdict = field_at(cells.row, column)
         lead = lead_of_first(verdict, column, cells.scale, (first, second), cells.row)
     elif use != "prompt":
         number_columns = (cells.columns["first_number"], cells.columns["second_number"])
@@ -489,7 +491,7 @@ def read_kto(cells: Cells, use: Use) -> PromptAndAnswers:
     prompt, answers = reader(cells, "sft" if use == "unpaired" else use)
     if use == "prompt":
         return prompt, []
-    label = value_at(cells.row, cells.columns["label"])
+    label = field_at(cells.row, cells.columns["label"])
     word = str(label).strip().lower()
     if word not in LABELS:
         raise UserError(

@@ -23,6 +23,7 @@ from dschat_ppo.data.examples import (
     Example,
     Row,
     checked,
+    field_at,
     from_json,
     has_value,
     json_value,
@@ -30,7 +31,6 @@ from dschat_ppo.data.examples import (
     read_tools,
     tools_beside,
     truth_of,
-    value_at,
     without_context,
 )
 from dschat_ppo.data.form_kinds import Kind
@@ -194,9 +194,9 @@ class Form:
                 for answer in answers
             ]
         if self.kind.labelled and use == "unpaired":
-            return [_example(prompt, [answer], (answer.worth,)) for answer in answers]
+            return [_example_of_answers(prompt, [answer], (answer.worth,)) for answer in answers]
         if self.kind.labelled:
-            return [_example(prompt, [answer]) for answer in answers if answer.worth]
+            return [_example_of_answers(prompt, [answer]) for answer in answers if answer.worth]
         if not answers:  # a tie
             return []
         return self._examples_of_ranked(prompt, answers, use)
@@ -209,19 +209,19 @@ class Form:
         order = sorted(answers, key=lambda answer: -answer.worth)
         best = order[0]
         if use == "sft":
-            return [_example(prompt, [best])]
+            return [_example_of_answers(prompt, [best])]
         pairs = list[Example]()
         for index, better in enumerate(order):
             for worse in order[index + 1 :]:
                 if better.worth > worse.worth:
-                    pairs.append(_example(prompt, [better, worse]))
+                    pairs.append(_example_of_answers(prompt, [better, worse]))
         if use != "unpaired" or not pairs:
             return pairs
         bad = order[1:]  # each is a rejected answer
         if self.name == "ranked":
             bad = [min(order, key=lambda answer: answer.worth)]
-        examples = [_example(prompt, [best], (1.0,))]
-        examples += [_example(prompt, [answer], (0.0,)) for answer in bad]
+        examples = [_example_of_answers(prompt, [best], (1.0,))]
+        examples += [_example_of_answers(prompt, [answer], (0.0,)) for answer in bad]
         return examples
 
     def _rendered(self, prompt: Prompt, row: Row) -> Prompt:
@@ -240,7 +240,7 @@ class Form:
             prompt = [{"role": "user", "content": content}]
         system_of_row = None
         if self.system:
-            system_of_row = value_at(row, self.system)
+            system_of_row = field_at(row, self.system)
         system = self.system_message
         if system_of_row not in (None, ""):
             system = checked(system_of_row, str, f"'{self.system}'", "text")
@@ -259,12 +259,12 @@ class Form:
         be equal."""
         values = dict[str, Any]()  # of columns
         if self.tools and self.rendering == "chat":
-            values[self.tools] = value_at(row, self.tools)
+            values[self.tools] = field_at(row, self.tools)
         for path in self.columns.values():
             # messages named by a dot (`input.messages`) have the tools beside them (`input.tools`)
             holder = path.removesuffix(".messages")
             if has_value(row, holder):
-                values[holder] = tools_beside(value_at(row, holder))
+                values[holder] = tools_beside(field_at(row, holder))
         tools_of_row: list[Any] | None = None
         for column, value in values.items():
             if value is None:  # as in most rows
@@ -279,7 +279,7 @@ class Form:
         """The variables that a row has for the chat template; null is none, as in Arrow."""
         if self.variables is None or not has_value(row, self.variables):
             return None
-        value = json_value(value_at(row, self.variables))
+        value = json_value(field_at(row, self.variables))
         known = checked(value, dict, f"'{self.variables}'", "an object of variables or its JSON")
         return {name: inner for name, inner in known.items() if inner is not None}
 
@@ -323,7 +323,7 @@ class Form:
         contents = dict[str, Any]()  # of columns that the form does not use
         for name in self.watched:
             if (name in row or "." in name) and has_value(row, name):
-                value = from_json(value_at(row, name))
+                value = from_json(field_at(row, name))
                 if is_content(name, value):
                     contents[name] = value
         if not contents:
@@ -332,7 +332,7 @@ class Form:
         needed_lines = list[str]()
         for role, path in self.columns.items():
             if has_value(row, path):
-                lines = lines_of(from_json(value_at(row, path)))
+                lines = lines_of(from_json(field_at(row, path)))
                 used_lines += lines
                 if role != "rejected":
                     needed_lines += lines
@@ -378,7 +378,7 @@ def rows_made(function: str, row: Row) -> list[Row]:
 # Parts of a row
 
 
-def _example(
+def _example_of_answers(
     prompt: Prompt, answers: list[JudgedAnswer], labels: tuple[float, ...] = ()
 ) -> Example:
     """The example of an answer, or of a better and a worse one. `UserError` if one is empty, or

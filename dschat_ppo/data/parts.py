@@ -42,10 +42,10 @@ _AROUND = 40  # characters before and after a place in a file that a message quo
 Row = dict[str, Any]
 Raw = Row | str  # or what is wrong with a row
 Numbered = Iterator[tuple[int, Raw]]  # rows with their numbers from 1 on
-Found = Iterator[tuple[int, Raw, Any]]  # and with the place after each
+PlacedRows = Iterator[tuple[int, Raw, Any]]  # and with the place after each
 
 
-def kind_of(path: str | Path) -> str | None:
+def file_kind(path: str | Path) -> str | None:
     """How a data file is read, by its name such as `a.csv.gz`; None if it is not one."""
     name = Path(path).name.lower()
     for ending in COMPRESSED:
@@ -71,10 +71,14 @@ def read_part(part: Part, place: Any = None) -> Iterator[Batch]:
     name = part.name
     try:
         with reading("cannot be read"):
-            found = part.found(place)
-            while batch := list(islice(found, BATCH_ROWS)):
-                numbers, rows, places = zip(*batch, strict=True)
-                yield Batch([f"{name}, row {number}" for number in numbers], list(rows), places[-1])
+            left = part.numbered_rows(place)
+            batch = list(islice(left, BATCH_ROWS))
+            while batch:
+                origins = [f"{name}, row {row_number}" for row_number, _, _ in batch]
+                rows = [row for _, row, _ in batch]
+                _, _, place_after = batch[-1]
+                yield Batch(origins, rows, place_after)
+                batch = list(islice(left, BATCH_ROWS))
     except UserError as problem:
         raise UserError(f"{part.flag} {name}: {problem}") from problem
 
@@ -96,7 +100,7 @@ class SetPart:
         self.rows: IterableDataset = rows.with_format("arrow")
         self.start = self.rows.state_dict()
 
-    def found(self, place: Any) -> Found:
+    def numbered_rows(self, place: Any) -> PlacedRows:
         # a place is in a table, whose rows are counted from `state`
         state, number, after = place or (self.start, 0, 0)
         # files before it are not read; a state loaded before would stay
@@ -132,7 +136,7 @@ class FilePart:
 
     @property
     def kind(self) -> str | None:
-        return kind_of(self.path)
+        return file_kind(self.path)
 
     def check(self) -> None:
         """Refuse what is no data file. Reads its first bytes alone."""
@@ -150,7 +154,7 @@ class FilePart:
                     " repository"
                 )
 
-    def found(self, place: Any) -> Found:
+    def numbered_rows(self, place: Any) -> PlacedRows:
         """Lines of text or JSON from `place` on, which is [bytes, lines] of the file that are read
         already; other files are read from their start."""
         kind = self.kind
@@ -164,14 +168,15 @@ class FilePart:
                 for line in file:
                     offset = offset + len(line)
                     number = number + 1
-                    if not (filled := line.strip()):
+                    filled = line.strip()
+                    if not filled:
                         continue
                     row: Raw
                     try:
                         if kind == "text":
                             row = {"text": line.decode("utf-8-sig").rstrip("\r\n")}
                         else:
-                            row = _checked(_DECODER.decode(filled.decode("utf-8-sig")))
+                            row = _checked_row(_DECODER.decode(filled.decode("utf-8-sig")))
                     except (RecursionError, ValueError) as problem:
                         row = _refusal(problem, filled.decode("utf-8-sig", "ignore"))
                     yield number, row, [offset, number]
@@ -222,11 +227,11 @@ def _refusal(problem: Exception, text: str = "") -> str:
         )
     # also Infinity, nesting that is too deep, or a number of more than 4,300 digits
     reason = in_one_line(problem).replace("line 1 column", "column")
-    place = getattr(problem, "pos", 0)
-    return f"is not JSON ({reason}): {text[max(0, place - _AROUND) : place + _AROUND]!r}"
+    offset = getattr(problem, "pos", 0)
+    return f"is not JSON ({reason}): {text[max(0, offset - _AROUND) : offset + _AROUND]!r}"
 
 
-def _attempt(make: Callable[..., Row], content: Any) -> Raw:
+def _row_or_refusal(make: Callable[..., Row], content: Any) -> Raw:
     """The row that `make` gives, or what is wrong with it."""
     try:
         return make(content)
@@ -234,7 +239,7 @@ def _attempt(make: Callable[..., Row], content: Any) -> Raw:
         return _refusal(problem)
 
 
-def _checked(row: Any) -> Row:
+def _checked_row(row: Any) -> Row:
     """A row of JSON. Refuses one without named fields, and one that no file can hold."""
     if not isinstance(row, dict) or not row:
         raise UserError("is not an object with named fields")
@@ -258,18 +263,17 @@ def _table_rows(path: Path, kind: str, after: int) -> Numbered:
         batches = pa.parquet.ParquetFile(source).iter_batches(BATCH_ROWS, use_threads=False)
     else:
         try:
-            whole = pa.ipc.open_stream(source).read_all()
+            full_table = pa.ipc.open_stream(source).read_all()
         except pa.ArrowInvalid:
             source.seek(0)
-            whole = pa.ipc.open_file(source).read_all()
-        batches = iter(whole.to_batches(BATCH_ROWS))
-    number = 0
+            full_table = pa.ipc.open_file(source).read_all()
+        batches = iter(full_table.to_batches(BATCH_ROWS))
+    rows_before = 0
     for batch in batches:
-        number += len(batch)
-        if number > after:
-            yield from enumerate(
-                _rows_of_table(pa.Table.from_batches([batch])), number - len(batch) + 1
-            )
+        if rows_before + len(batch) > after:
+            rows = _rows_of_table(pa.Table.from_batches([batch]))
+            yield from enumerate(rows, rows_before + 1)
+        rows_before += len(batch)
 
 
 def _rows_of_table(table: pa.Table) -> list[Row]:
@@ -328,19 +332,23 @@ def _json_rows(path: Path) -> Numbered:
         raise UserError(
             f"{wrong}; a .json file is one array, one object, or one object on each line"
         ) from None
-    columns = list(value.values()) if isinstance(value, dict) else []
-    if columns and isinstance(columns[0], dict):
-        numbers = list(columns[0])
-    else:
-        numbers = []
-    if all(map(str.isdigit, numbers)) and all(
-        isinstance(each, dict) and list(each) == numbers for each in columns
-    ):
-        value = [
-            {name: column[number] for name, column in value.items()} for number in numbers
-        ] or value
     rows = value if isinstance(value, list) else [value]
-    yield from ((number, _attempt(_checked, row)) for number, row in enumerate(rows, 1))
+    if isinstance(value, dict):
+        rows = _rows_of_columns(value) or rows
+    for row_number, row in enumerate(rows, start=1):
+        yield row_number, _row_or_refusal(_checked_row, row)
+
+
+def _rows_of_columns(value: dict[str, Any]) -> list[Row]:
+    """The rows of an object that holds columns as pandas writes them; [] of any other object."""
+    columns = list(value.values())
+    if not columns or not isinstance(columns[0], dict):
+        return []
+    keys = list(columns[0])  # "0", "1", ...
+    is_table = all(isinstance(column, dict) and list(column) == keys for column in columns)
+    if not is_table or not all(map(str.isdigit, keys)):
+        return []
+    return [{name: column[key] for name, column in value.items()} for key in keys]
 
 
 # CSV
@@ -378,7 +386,7 @@ def _separated_rows(path: Path, delimiter: str) -> Numbered:
                     " tabs"
                 )
             yield from (
-                (number, _attempt(row_of, fields)) for number, fields in enumerate(filled, 1)
+                (number, _row_or_refusal(row_of, fields)) for number, fields in enumerate(filled, 1)
             )
         except UnicodeDecodeError as problem:  # in the header
             raise UserError(_refusal(problem)) from None

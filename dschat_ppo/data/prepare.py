@@ -38,7 +38,7 @@ from dschat_ppo.data.examples import PARTS, SPLIT_SEED, Example
 from dschat_ppo.data.form_choice import FIRST_ROWS, detect_form
 from dschat_ppo.data.forms import Form, check_flags_used
 from dschat_ppo.data.parts import Raw
-from dschat_ppo.data.rows import ORIGIN, ROW, Rows, read_splits
+from dschat_ppo.data.rows import ORIGIN, ROW, RawRows, read_splits
 from dschat_ppo.data.sources import DataSource, OpenSet, is_hub_name, open_set, parse_sources
 from dschat_ppo.data.streaming import (
     ALL,
@@ -201,7 +201,7 @@ def _prepare_stream(
     return PreparedSource(settings.form, evaluation=evaluation, stream=stream)
 
 
-def _rows_of_eval_splits(opened: OpenSet, eval_splits: list[str], step: StepData) -> Rows | None:
+def _rows_of_eval_splits(opened: OpenSet, eval_splits: list[str], step: StepData) -> RawRows | None:
     """The raw rows of those splits of a training data set that evaluate it, if the step wants
     them."""
     if not eval_splits or step.eval_paths or step.eval_fraction is None:
@@ -242,7 +242,7 @@ def _share_of_data_split(source: DataSource, count: int, step: StepData) -> tupl
 def _eval_split_parts(
     source: DataSource,
     eval_splits: list[str],
-    raw_eval_rows: Rows | None,
+    raw_eval_rows: RawRows | None,
     settings: TokeniseSettings,
     step: StepData,
 ) -> list[TokenPart]:

@@ -13,11 +13,11 @@ from dschat_ppo.config.data_flags import DataFlags, Use
 from dschat_ppo.data.content import SYSTEM_COLUMNS, names_an_answer
 from dschat_ppo.data.examples import (
     Row,
+    field_at,
     has_value,
     json_value,
     looks_like_messages,
     turns_in,
-    value_at,
 )
 from dschat_ppo.data.forms import Form, UnreadError
 from dschat_ppo.errors import UserError
@@ -127,7 +127,7 @@ def _named(columns: list[str], rows: list[Row], names: list[str]) -> Iterator[st
         for column in columns:
             if column.lower() == name:
                 for path in _paths(rows, column):
-                    texts = [str(value_at(row, path)) for row in rows if has_value(row, path)]
+                    texts = [str(field_at(row, path)) for row in rows if has_value(row, path)]
                     has_words = any(" " in text.strip() for text in texts)
                     if name not in _WITH_WORDS or has_words:
                         yield path
@@ -150,7 +150,7 @@ def _is_transcript(value: Any) -> bool:
 
 def _paths(rows: list[Row], column: str) -> list[str]:
     """The column, or the first one of a list of texts in it, as in `answers.text` of SQuAD."""
-    values = [json_value(value_at(row, column)) for row in rows if has_value(row, column)]
+    values = [json_value(field_at(row, column)) for row in rows if has_value(row, column)]
     if values and all(isinstance(value, dict) and "text" in value for value in values):
         values = [value["text"] for value in values]
         column = f"{column}.text"

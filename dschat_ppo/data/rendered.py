@@ -63,7 +63,7 @@ def check_prompt(
         words = (message.get("content") or "").strip()
         is_needed = message["role"] in ("system", "user", *SAID_BY_TOOLS)
         if is_needed and words not in text and _quoted(words) not in text:
-            _refuse(f"the {message['role']} message {words[:60]!r}")
+            _refuse_left_out(f"the {message['role']} message {words[:60]!r}")
     _check_tools(tokenizer, messages, tools, variables, open_answer=True)
 
 
@@ -105,7 +105,7 @@ def _check_tools(
         text = render(tokenizer, marked_messages, open_answer, marked_tools, variables)
         for what, name, mark in needed:
             if mark not in text:
-                _refuse(f"{what} {name!r}")
+                _refuse_left_out(f"{what} {name!r}")
 
 
 def _quoted(words: str) -> str:
@@ -113,7 +113,7 @@ def _quoted(words: str) -> str:
     return json.dumps(words, ensure_ascii=False)[1:-1]
 
 
-def _refuse(what: str) -> Any:
+def _refuse_left_out(what: str) -> Any:
     raise UserError(
         f"the chat template leaves out {what}; take a template that renders it (--chat_template),"
         " or remove it from the data"

@@ -26,7 +26,7 @@ _SCHEMA = pa.schema({ROW: pa.string(), ORIGIN: pa.string()})
 
 
 @dataclass(frozen=True)
-class Rows:
+class RawRows:
     """Rows of a data set. `rows[i]` has all `columns`; those that the file does not give it are
     None."""
 
@@ -42,12 +42,12 @@ class Rows:
             return value
         return dict.fromkeys(self.columns) | value
 
-    def select(self, numbers: Sequence[int]) -> Rows:
+    def select(self, numbers: Sequence[int]) -> RawRows:
         """The rows with these numbers."""
-        return Rows(self.table.select(numbers), self.columns)
+        return RawRows(self.table.select(numbers), self.columns)
 
 
-def read_splits(found: OpenSet, groups: Sequence[Group], cache_dir: str | None) -> Rows:
+def read_splits(found: OpenSet, groups: Sequence[Group], cache_dir: str | None) -> RawRows:
     """The rows of groups of splits, one group after another; those of a group in the order of its
     parts. `cache_dir` is the folder of the cache, None that of `datasets`."""
     tables = list[Dataset]()
@@ -65,10 +65,10 @@ def read_splits(found: OpenSet, groups: Sequence[Group], cache_dir: str | None) 
                 raise UserError(f"{found.what}: the split '{cut}' has no rows")
             table = table.select(range(place.from_, place.to))
         tables.append(table)
-    return Rows(datasets.concatenate_datasets(tables), tuple(columns))
+    return RawRows(datasets.concatenate_datasets(tables), tuple(columns))
 
 
-def _stored(part: Part, cache_dir: str | None) -> Rows:
+def _stored(part: Part, cache_dir: str | None) -> RawRows:
     """The rows of a part from the cache below `cache_dir`; they are read and written if they are
     not there yet."""
 
@@ -93,7 +93,7 @@ def _stored(part: Part, cache_dir: str | None) -> Rows:
         (folder / _COLUMNS).write_text(json.dumps(list(columns)), encoding="utf-8")
 
     table = cached(cache_dir, rows_key(part.key, part.name), write)
-    return Rows(
+    return RawRows(
         table,
         tuple(json.loads(Path(table.cache_files[0]["filename"]).with_name(_COLUMNS).read_bytes())),
     )

@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -31,7 +31,7 @@ from huggingface_hub import metadata_load
 from dschat_ppo.common.atomic_files import sync_folder
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
-from dschat_ppo.data.parts import COMPRESSED, KINDS, SUPPORTED, FilePart, Part, SetPart, kind_of
+from dschat_ppo.data.parts import COMPRESSED, KINDS, SUPPORTED, FilePart, Part, SetPart, file_kind
 from dschat_ppo.errors import UserError, nearest_path, reading
 
 # data set of DeepSpeed-Chat -> (hub name, configuration), where the hub has another name or needs a
@@ -108,22 +108,16 @@ def parse_sources(specs: Sequence[str], flag: str, taken: Collection[str] = ()) 
             raise UserError(
                 f"{flag} {spec}: the number of rows '{rows}' must be a whole number above 0"
             )
-        name = _short_name(location)
-        names.add(
-            name := next(
-                word
-                for word in chain([name], (f"{name}_{n}" for n in count(2)))
-                if word not in names
-            )
-        )
+        name = _unused_name(_short_name(location), names)
+        names.add(name)
         share = float(weight) if weight else None
         samples = int(rows) if rows else None
         sources.append(
             DataSource(shown_path(spec), flag, location, config, split, name, share, samples)
         )
-    whole = [source for source in sources if source.samples is None]  # `@ROWS` needs no weight
-    weighted = [source.spec for source in whole if source.weight is not None]
-    bare = [source.spec for source in whole if source.weight is None]
+    without_rows = [source for source in sources if source.samples is None]  # of `@ROWS`
+    weighted = [source.spec for source in without_rows if source.weight is not None]
+    bare = [source.spec for source in without_rows if source.weight is None]
     if weighted and bare:
         raise UserError(
             f"{flag}: '{weighted[0]}' has a weight and '{bare[0]}' has none; give each data set a"
@@ -137,7 +131,7 @@ def is_hub_name(location: str) -> bool:
     is_path = (
         os.path.lexists(location) or location.startswith((".", "/", "~")) or location.count("/") > 1
     )
-    return not is_path and kind_of(location) is None
+    return not is_path and file_kind(location) is None
 
 
 def _short_name(location: str) -> str:
@@ -148,6 +142,13 @@ def _short_name(location: str) -> str:
         if name.lower().endswith(ending):
             name = name[: -len(ending)]
     return re.sub(r"[^\w.-]+", "_", name).strip("_.") or "data"
+
+
+def _unused_name(name: str, taken: Collection[str]) -> str:
+    """The name, or if that is taken, the name with the first number from 2 on that makes it new."""
+    if name not in taken:
+        return name
+    return next(word for word in (f"{name}_{n}" for n in count(2)) if word not in taken)
 
 
 # What is there
@@ -173,11 +174,11 @@ class OpenSet:
     def parts(self, names: Sequence[str]) -> list[Part]:
         """The parts of these splits once each, files in the order of their paths. Refuses files
         that hold no data."""
-        found = dict.fromkeys(part for name in names for part in self.splits[name])
-        for part in found:
+        unique = dict.fromkeys(part for name in names for part in self.splits[name])
+        for part in unique:
             if isinstance(part, FilePart):
                 part.check()
-        return sorted(found, key=lambda part: part.name if isinstance(part, FilePart) else "")
+        return sorted(unique, key=lambda part: part.name if isinstance(part, FilePart) else "")
 
     def chosen(self, whole: bool = False) -> tuple[list[Group], list[str]]:
         """(the splits for training, those for evaluation). The hub gives at most one for
@@ -192,21 +193,20 @@ class OpenSet:
             ending = used[0].removeprefix(TRAIN)  # rows of `test_sft` evaluate `train_sft`
             for_eval = [name for name in for_eval if name not in used and name.endswith(ending)]
         else:
+            splits = [name for name in names if not is_eval(name)]
             if TRAIN in names:
-                found = [TRAIN]
-            else:
-                found = [name for name in names if not is_eval(name)]
-            found = names if whole else found
-            if len(found) != 1 and not (whole and not is_hub_name(self.source.location)):
+                splits = [TRAIN]
+            if whole:
+                splits = names
+            if len(splits) != 1 and not (whole and not is_hub_name(self.source.location)):
                 config = f":{self.source.config}" if self.source.config else ""
-                example = (
-                    f"{self.source.location}{config}[{names[-1] if whole else (found or names)[0]}]"
-                )
+                choice = names[-1] if whole else (splits or names)[0]
+                example = f"{self.source.location}{config}[{choice}]"
                 raise UserError(
                     f"{self.what}: has the splits {', '.join(names)}; choose one, as in {example}"
                 )
-            cuts = [(found, "")]
-            if len(found) > 1:
+            cuts = [(splits, "")]
+            if len(splits) > 1:
                 logger().info(
                     f"data: {self.source.spec}: all its splits are used for evaluation:"
                     f" {', '.join(names)}"
@@ -215,28 +215,25 @@ class OpenSet:
             return cuts, []
         if is_hub_name(self.source.location):
             for_eval = for_eval[:1]
-        files = {
-            part.path
-            for name in for_eval
-            for part in self.splits[name]
-            if isinstance(part, FilePart)
-        }
+        files = set[Path]()
+        for name in for_eval:
+            files |= {part.path for part in self.splits[name] if isinstance(part, FilePart)}
         if files:  # their names make them so
-            shown = ", ".join(path.name for path in sorted(files))
-            logger().info(f"data: {self.source.spec}: files for evaluation: {shorten(shown, 300)}")
+            paths = ", ".join(path.name for path in sorted(files))
+            logger().info(f"data: {self.source.spec}: files for evaluation: {shorten(paths, 300)}")
         return cuts, for_eval
 
-    def cuts(self, wanted: str) -> list[Group]:
-        """The splits that `wanted` names, with slices, such as `train[:10%]+test`."""
-        found = []
-        for part in map(str.strip, wanted.split("+")):
-            name, bracket, _ = part.partition("[")
+    def cuts(self, split_spec: str) -> list[Group]:
+        """The splits that a source names, with slices, such as `train[:10%]+test`."""
+        groups = list[Group]()
+        for term in map(str.strip, split_spec.split("+")):
+            name, bracket, _ = term.partition("[")
             if name.strip() not in self.splits:
                 raise UserError(
                     f"{self.what}: has no split '{name.strip()}'; it has {', '.join(self.splits)}"
                 )
-            found.append(([name.strip()], part if bracket else ""))
-        return found
+            groups.append(([name.strip()], term if bracket else ""))
+        return groups
 
 
 def is_eval(split: str) -> bool:
@@ -262,29 +259,31 @@ def open_set(source: DataSource, cache_dir: str | None, streaming: bool = False)
             )
         return OpenSet(source, {TRAIN: [FilePart(path, source.flag)]})
     folder = path / config if config else path
-    saved_as = (["dataset_dict.json"], ["state.json", "dataset_info.json"])  # several splits, one
-    if any(all((folder / name).is_file() for name in names) for names in saved_as):
+    several_splits = (folder / "dataset_dict.json").is_file()
+    one_table = all((folder / name).is_file() for name in ("state.json", "dataset_info.json"))
+    if several_splits or one_table:
         with reading(f"{what}: cannot be read as a folder of save_to_disk"):
             saved = datasets.load_from_disk(str(folder))
-        return _splits(
-            source, {TRAIN: saved} if isinstance(saved, Dataset) else saved, str(folder), ""
-        )
-    files = split_files(path, config, what, cache_dir)
-    return OpenSet(
-        source,
-        {split: [FilePart(path, source.flag) for path in found] for split, found in files.items()},
-    )
+        if isinstance(saved, Dataset):
+            saved = {TRAIN: saved}
+        return _splits(source, saved, str(folder), "")
+    splits = dict[str, list[Part]]()
+    for split, files in split_files(path, config, what, cache_dir).items():
+        splits[split] = [FilePart(file, source.flag) for file in files]
+    return OpenSet(source, splits)
 
 
 def _splits(
-    source: DataSource, found: Mapping[Any, Dataset | IterableDataset], shown: str, revision: str
+    source: DataSource,
+    rows_of_splits: Mapping[Any, Dataset | IterableDataset],
+    name: str,
+    revision: str,
 ) -> OpenSet:
     """A data set that `datasets` gives; tables without rows do not count."""
-    splits = {
-        str(split): [SetPart(f"{shown} ({split})", source.flag, rows, revision)]
-        for split, rows in found.items()
-        if not isinstance(rows, Dataset) or len(rows)
-    }
+    splits = dict[str, list[Part]]()
+    for split, rows in rows_of_splits.items():
+        if not isinstance(rows, Dataset) or len(rows):
+            splits[str(split)] = [SetPart(f"{name} ({split})", source.flag, rows, revision)]
     if not splits:
         raise UserError(f"{source.flag} {source.location}: has no split with rows")
     return OpenSet(source, splits)
@@ -307,18 +306,18 @@ def _hub_set(source: DataSource, cache_dir: str | None, streaming: bool) -> Open
         try:
             if streaming:
                 builder = datasets.load_dataset_builder(name, config)
-                found = builder.as_streaming_dataset()
+                splits = builder.as_streaming_dataset()
                 revision = str(builder.hash)
             else:
-                found = datasets.load_dataset(name, config, cache_dir=cache_dir)
+                splits = datasets.load_dataset(name, config, cache_dir=cache_dir)
         except DatasetGenerationError as problem:  # its own text names no cause
             raise problem.__cause__ or problem from None
-    for rows in () if streaming else found.values():
-        for file in rows.cache_files:
-            sync_folder(Path(file["filename"]).parent)
-    return _splits(
-        source, found, source.location + (f":{source.config}" if source.config else ""), revision
-    )
+    if not streaming:
+        for rows in splits.values():
+            for file in rows.cache_files:
+                sync_folder(Path(file["filename"]).parent)
+    config_suffix = f":{source.config}" if source.config else ""
+    return _splits(source, splits, f"{source.location}{config_suffix}", revision)
 
 
 # Folders
@@ -336,41 +335,38 @@ def split_files(
         with reading(f"{what}: the configurations of its README.md (FOLDER:CONFIG names one)"):
             if (metadata_load(readme) or {}).get("configs"):
                 # a relative path such as `json` would name a builder of `datasets`
-                place = str(folder.resolve())
-                listed: Any = datasets.load_dataset_builder(
-                    place, config, cache_dir=cache_dir
-                ).config
-                return {
-                    str(split): sorted(map(Path, paths))
-                    for split, paths in listed.data_files.items()
-                }
+                full_path = str(folder.resolve())
+                builder = datasets.load_dataset_builder(full_path, config, cache_dir=cache_dir)
+                data_files: Any = builder.config.data_files
+                return {str(split): sorted(map(Path, paths)) for split, paths in data_files.items()}
     if config is not None:
         folder = folder / config
         if not folder.is_dir():
             raise UserError(
                 f"{what}: has no configuration or subfolder '{config}'{nearest_path(folder)}"
             )
-    found = {}
+    split_of_file = dict[Path, str]()
     for path in sorted(folder.rglob("*")):
         inner = path.relative_to(folder)
-        if kind_of(path) and not path.is_dir() and not _STRAY.search(str(inner)):
-            found[path] = _split_of(inner)
-    if not found:
+        if file_kind(path) and not path.is_dir() and not _STRAY.search(str(inner)):
+            split_of_file[path] = _split_of(inner)
+    if not split_of_file:
         raise UserError(f"{what}: the folder holds no data file; supported are {SUPPORTED}")
-    direct = {path: split for path, split in found.items() if path.parent == folder}
+    direct = {path: split for path, split in split_of_file.items() if path.parent == folder}
     if not all(map(is_eval, direct.values())):
-        found = direct
-    return {
-        split: [path for path in found if found[path] == split]
-        for split in dict.fromkeys(found.values())
-    }
+        split_of_file = direct
+    files = dict[str, list[Path]]()
+    for path, split in split_of_file.items():
+        files.setdefault(split, []).append(path)
+    return files
 
 
 def _split_of(path: Path) -> str:
     """The split of a file: NAME of `NAME-00000-of-00002`; the one of `EVAL_NAMES` with which its
     name or that of a folder around it starts; or else that for training."""
     stem = path.name.split(".")[0]
-    if shard := re.match(r"(.+?)-\d{5}-of-\d{5}", stem):
+    shard = re.match(r"(.+?)-\d{5}-of-\d{5}", stem)
+    if shard:
         return shard[1]
     names = (stem, *reversed(path.parts[:-1]))
     return next(

@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from dschat_ppo.config.data_flags import Use
-from dschat_ppo.data.examples import checked, number_of, value_at
+from dschat_ppo.data.examples import checked, field_at, number_of
 from dschat_ppo.data.form_readers import LABELS, Cells, JudgedAnswer, PromptAndAnswers
 from dschat_ppo.data.verdicts import number_in
 from dschat_ppo.errors import UserError
@@ -34,7 +34,7 @@ def read_stepwise(cells: Cells, use: Use) -> PromptAndAnswers:
     steps = cells.listed("response", "a list with an entry for each step")
     for step_number, step in enumerate(steps, start=1):
         checked(step, str, f"step {step_number} of {name}", "text")
-    first_wrong = number_in(value_at(cells.row, cells.columns["label"]))
+    first_wrong = number_in(field_at(cells.row, cells.columns["label"]))
     if first_wrong is not None:
         if first_wrong not in range(-1, len(steps)):
             raise UserError(

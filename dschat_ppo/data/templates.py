@@ -102,9 +102,8 @@ def named_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
             " of plain text too"
         )
         logger().warning(f"{FLAG} {name}: {note}")
-    checks, text = (
-        _TEXTS.joinpath(f"{part}.jinja").read_text(encoding="utf-8") for part in ("checks", name)
-    )
+    checks = _TEXTS.joinpath("checks.jinja").read_text(encoding="utf-8")
+    text = _TEXTS.joinpath(f"{name}.jinja").read_text(encoding="utf-8")
     return head + checks.replace("NAME", name) + text
 
 
@@ -282,9 +281,11 @@ def without_final(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[str, i
     the id of the first of these tokens)."""
     ends = _answer_ends(tokenizer, str(tokenizer.chat_template), int(tokenizer.eos_token_id))
     first = None
-    while (token := next(filter(text.rstrip().endswith, ends), None)) is not None:
+    token = next(filter(text.rstrip().endswith, ends), None)
+    while token is not None:
         text = text.rstrip().removesuffix(token)
         first = ends[token]
+        token = next(filter(text.rstrip().endswith, ends), None)
     return text, first
 
 
@@ -377,7 +378,7 @@ def render(
             " `chat_template.jinja` in the folder of the tokenizer"
         )
     with suppress(UserError):
-        text = _apply(tokenizer, messages, open_answer, tools, variables)
+        text = _apply_template(tokenizer, messages, open_answer, tools, variables)
         arguments = [function.get("arguments") for function in functions_of(messages)]
         if not any(isinstance(found, dict) and found and str(found) in text for found in arguments):
             return text
@@ -387,10 +388,10 @@ def render(
     for function in functions_of(with_text):
         if isinstance(function.get("arguments"), dict):
             function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-    return _apply(tokenizer, with_text, open_answer, tools, variables)
+    return _apply_template(tokenizer, with_text, open_answer, tools, variables)
 
 
-def _apply(
+def _apply_template(
     tokenizer: PreTrainedTokenizerBase,
     messages: Messages,
     open_answer: bool,

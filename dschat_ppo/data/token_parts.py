@@ -22,7 +22,7 @@ from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.stop_requests import raise_if_stop_requested
 from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.data.cache import cached, token_key
-from dschat_ppo.data.rows import ORIGIN, ROW, Rows
+from dschat_ppo.data.rows import ORIGIN, ROW, RawRows
 from dschat_ppo.data.sources import DataSource
 from dschat_ppo.data.tokenise import (
     DOING,
@@ -51,7 +51,7 @@ class TokenPart:
 
 def tokenised(
     source: DataSource,
-    raw: Rows,
+    raw: RawRows,
     settings: TokeniseSettings,
     train: np.ndarray,
     held_out: np.ndarray,

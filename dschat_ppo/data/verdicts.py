@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from dschat_ppo.data.examples import Row, number_of, value_at
+from dschat_ppo.data.examples import Row, field_at, number_of
 from dschat_ppo.errors import UserError
 
 # What the numbers of a data set are: none; the ends of the names of two columns; places; strengths,
@@ -72,11 +72,11 @@ def ends_of(answers: Answers) -> list[str]:
     """What distinguishes the columns of two answers: `a` and `b` of `response_a` and `response_b`,
     `1` and `2` of `response1` and `response2`, `0` and `1` of `output.0.text` and `output.1.text`.
     """
-    first, second = (re.split(r"[_.-]|(?<=[a-z])(?=\d)", column.lower()) for column in answers)
+    first, second = [re.split(r"[_.-]|(?<=[a-z])(?=\d)", column.lower()) for column in answers]
     if len(first) != len(second):
         return [column.lower() for column in answers]
-    others = [(one, other) for one, other in zip(first, second, strict=True) if one != other]
-    return ["_".join(parts).rstrip(":") for parts in zip(*others, strict=True)]
+    unequal = [pair for pair in zip(first, second, strict=True) if pair[0] != pair[1]]
+    return ["_".join(words).rstrip(":") for words in zip(*unequal, strict=True)]
 
 
 def number_in(value: Any) -> float | None:
@@ -150,13 +150,12 @@ def lead_of_first(value: Any, column: str, scale: Scale, answers: Answers, row: 
         places = known.get(scale) or _numbers_at_ends(answers)
         lead = dict(zip(places, (1, -1), strict=False)).get(number)
     if lead is None:
-        if value is None:
-            given = "null"
-        else:
-            given = repr(str(value).strip().lower())
-        numbers = "1 or 2" if scale == "place from 1" else "0 or 1"
+        quoted = "null"
+        if value is not None:
+            quoted = repr(str(value).strip().lower())
+        places_of_scale = "1 or 2" if scale == "place from 1" else "0 or 1"
         raise UserError(
-            f"'{column}' is {given}; expected {numbers} (the place), '{answers[0]}' or"
+            f"'{column}' is {quoted}; expected {places_of_scale} (the place), '{answers[0]}' or"
             f" '{answers[1]}', or tie; {OWN_FUNCTION} can read others"
         )
     return lead
@@ -186,7 +185,7 @@ def lead_by_numbers(row: Row, columns: tuple[str, str]) -> int:
     winner."""
     numbers = []
     for column in columns:
-        value = value_at(row, column)
+        value = field_at(row, column)
         number = {"true": 1, "false": 0}.get(str(value).strip().lower(), value)
         numbers.append(number_of(number, f"'{column}'"))
     return (numbers[0] > numbers[1]) - (numbers[0] < numbers[1])

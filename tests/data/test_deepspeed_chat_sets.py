@@ -10,6 +10,7 @@ from form_fixtures import form_of, read, user
 
 from dschat_ppo.data.examples import (
     Example,
+    field_at,
     has_value,
     looks_like_messages,
     margin_of,
@@ -17,7 +18,6 @@ from dschat_ppo.data.examples import (
     read_tools,
     text_at,
     truth_of,
-    value_at,
 )
 from dschat_ppo.data.form_kinds import SETS, set_named
 from dschat_ppo.errors import UserError
@@ -40,10 +40,10 @@ ROW = {
     ],
 )
 def test_a_dot_leads_into_a_column_and_a_missing_field_is_named_with_its_path(path, words):
-    assert [value_at(ROW, path) for path in ("a.b", "passages.0.text", "empty")] == [1, "t", None]
+    assert [field_at(ROW, path) for path in ("a.b", "passages.0.text", "empty")] == [1, "t", None]
     assert not has_value(ROW, path)
     with pytest.raises(UserError, match=words):
-        value_at(ROW, path)
+        field_at(ROW, path)
 
 
 def test_a_column_of_whole_numbers_that_lacks_one_holds_floats():

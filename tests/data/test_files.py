@@ -404,5 +404,5 @@ def test_a_data_set_on_the_hub_is_read_on_from_any_place(tmp_path, monkeypatch):
         assert pairs(raw_batches(after, ALL, place)) == pairs(whole[number:])
         assert pairs(raw_batches(after, ALL)) == pairs(whole), "and again from the start"
     [part], _ = found_in("org/name:main", tmp_path)
-    for number, _, place in list(part.found(None))[:-1]:  # also in the middle of a table
-        assert next(part.found(place))[0] == number + 1
+    for number, _, place in list(part.numbered_rows(None))[:-1]:  # also in the middle of a table
+        assert next(part.numbered_rows(place))[0] == number + 1

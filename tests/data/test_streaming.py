@@ -57,7 +57,7 @@ class NumberFile:
     flag: str = "--data_path"
     read: list = field(default_factory=list)
 
-    def found(self, place):
+    def numbered_rows(self, place):
         for number in range(place or 0, self.count):
             self.read.append(self.first + number)
             yield number + 1, {"n": self.first + number}, number + 1
@@ -329,10 +329,10 @@ def test_a_resumed_run_opens_the_data_at_the_position_before_its_chunk(
     opened = tmp_path / "opened"
 
     class Noting(NumberFile):
-        def found(self, place):
+        def numbered_rows(self, place):
             with opened.open("a") as file:
                 file.write(f"{place} ")
-            yield from super().found(place)
+            yield from super().numbered_rows(place)
 
     rows = stream(source_of(Noting(0, 99)))
     saved = io.BytesIO()
