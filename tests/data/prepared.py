@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data.rows import ORIGIN, Rows, read_splits
+from dschat_ppo.data.rows import ORIGIN, RawRows, read_splits
 from dschat_ppo.data.sources import DataSource, open_set, parse_sources
 from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.tools.toy import make_tokenizer
@@ -71,15 +71,15 @@ def source_of(path: Path | str, flag: str = "--data_path") -> DataSource:
 class Read(NamedTuple):
     """The rows of a data set that can be read, and what the others say."""
 
-    train: Rows
-    eval: Rows | None
+    train: RawRows
+    eval: RawRows | None
     bad: list[str]
 
 
 def load(tmp_path: Path, path: Path | str) -> Read:
     bad = []
 
-    def good(rows: Rows) -> Rows:
+    def good(rows: RawRows) -> RawRows:
         bad.extend(
             f"{shown_path(rows.table[n][ORIGIN])} {row}"
             for n, row in enumerate(rows)
@@ -94,15 +94,15 @@ def load(tmp_path: Path, path: Path | str) -> Read:
     return Read(train, good(read_splits(found, [(for_eval, "")], cache)) if for_eval else None, bad)
 
 
-def whole_set(tmp_path: Path, path: Path | str) -> Rows:
+def whole_set(tmp_path: Path, path: Path | str) -> RawRows:
     """The rows of a data set that `--eval_data_path` names."""
     found = open_set(source_of(path, "--eval_data_path"), str(tmp_path / "cache"))
     return read_splits(found, found.chosen(whole=True)[0], str(tmp_path / "cache"))
 
 
-def origins_of(rows: Rows) -> list[str]:
+def origins_of(rows: RawRows) -> list[str]:
     return list(rows.table[ORIGIN])
 
 
-def column(rows: Rows, name: str) -> list:
+def column(rows: RawRows, name: str) -> list:
     return [row[name] for row in rows]

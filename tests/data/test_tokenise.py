@@ -31,7 +31,7 @@ from dschat_ppo.data.examples import Example
 from dschat_ppo.data.form_kinds import Kind
 from dschat_ppo.data.form_readers import JudgedAnswer
 from dschat_ppo.data.forms import Form
-from dschat_ppo.data.rows import ORIGIN, ROW, Rows
+from dschat_ppo.data.rows import ORIGIN, ROW, RawRows
 from dschat_ppo.data.sources import parse_sources
 from dschat_ppo.data.templates import turn_end
 from dschat_ppo.data.token_parts import TokenPart, tokenised
@@ -421,7 +421,7 @@ def parts_of(
         data_path=["f"], data_output_path=cache, preprocessing_num_workers=workers, bad_rows="skip"
     )
     raw, numbers = (
-        Rows(table, tuple(rows[0])),
+        RawRows(table, tuple(rows[0])),
         (np.array(train, dtype=int), np.array(held_out, dtype=int)),
     )
     return tokenised(parse_sources(["f"], "--data_path")[0], raw, settings(flags=flags), *numbers)
