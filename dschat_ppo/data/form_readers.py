@@ -430,9 +430,6 @@ def judged(cells: Cells, use: Use) -> tuple[Cells, int]:
     return replace(cells, columns=columns), lead
 
 
-# Answers with ranks or labels
-
-
 def read_ranked(cells: Cells, use: Use) -> PromptAndAnswers:
     """A list of answers with ranks or scores, in a list of their own or in the answers."""
     prompt = cells.prompt()
