@@ -30,7 +30,9 @@ SMALLEST_SCALE = 1e-8
 
 def clip_scores(scores: Tensor, bound: float) -> Tensor:
     """(B,) fp32, `scores` clipped to +-`bound`; unchanged if `bound` is 0."""
-    return scores.clamp(-bound, bound) if bound > 0 else scores
+    if bound > 0:
+        return scores.clamp(-bound, bound)
+    return scores
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
@@ -64,19 +66,20 @@ class RunningScale:
     @property
     def std(self) -> float:
         """Unbiased standard deviation; 0 for fewer than two scores."""
-        return float((self._squares / (self.count - 1)) ** 0.5) if self.count > 1 else 0.0
+        if self.count > 1:
+            return float((self._squares / (self.count - 1)) ** 0.5)
+        return 0.0
 
     def update(self, scores: Tensor) -> None:
         """Add `scores`, (B,) fp32 of all ranks; B may be 0."""
         if scores.numel() == 0:
             return
         scores = scores.detach().double()
-        count, mean = float(scores.numel()), float(scores.mean())
-        squares, distance, total = (
-            float(((scores - mean) ** 2).sum()),
-            mean - self.mean,
-            self.count + count,
-        )
+        count = float(scores.numel())
+        mean = float(scores.mean())
+        squares = float(((scores - mean) ** 2).sum())
+        distance = mean - self.mean
+        total = self.count + count
         self._squares += squares + distance**2 * self.count * count / total
         self.mean += distance * count / total
         self.count = total
@@ -95,7 +98,9 @@ class RunningScale:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore what `state_dict` returned."""
-        self.count, self.mean, self._squares = state["count"], state["mean"], state["squares"]
+        self.count = state["count"]
+        self.mean = state["mean"]
+        self._squares = state["squares"]
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,8 @@ def _carried_back(terms: Tensor, factors: Tensor) -> Tensor:
     on. Columns appended with terms of 0 change no bit of the others, so the width of a micro-batch
     does not matter.
     """
-    found, step = terms.clone(), 1
+    found = terms.clone()
+    step = 1
     while step < found.shape[1]:
         found[:, :-step] += factors[:, : found.shape[1] - step] * found[:, step:]
         # over 2 step columns, where so many follow
@@ -174,7 +180,9 @@ def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     token: a token that the policy did not choose is not a step of the episode.
     """
     assert inputs.values is not None
-    mask, gamma, lam = inputs.response_mask, inputs.gamma, inputs.lam
+    mask = inputs.response_mask
+    gamma = inputs.gamma
+    lam = inputs.lam
     values = zero_outside(inputs.values, mask)  # (B, R)
     length = mask.shape[1]
     # (B, R), R where the mask is False
@@ -411,7 +419,10 @@ def _penalty_gaps(inputs: AdvantageInputs, groups: Groups) -> Tensor:
     """(B,) fp64 gaps of what the penalties add to S. They are differences of numbers of the size of
     S, and so have its rounding."""
     scores = _scores_before_penalty(inputs)
-    magnitudes = scores.abs() if inputs.magnitudes is None else inputs.magnitudes
+    if inputs.magnitudes is None:
+        magnitudes = scores.abs()
+    else:
+        magnitudes = inputs.magnitudes
     return groups.gaps(_row_scores(inputs) - scores, magnitudes)
 
 
@@ -424,7 +435,9 @@ def _batch_std(values: Tensor, groups: Groups) -> Tensor:
     """Unbiased standard deviation of `values` (B,) fp64 over the counted rows of all groups, (); 0
     for one row."""
     kept = values[groups.counted]
-    return kept.std() if len(kept) > 1 else values.new_zeros(())
+    if len(kept) > 1:
+        return kept.std()
+    return values.new_zeros(())
 
 
 def _less_penalty(

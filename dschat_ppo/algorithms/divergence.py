@@ -73,7 +73,8 @@ def dense_divergence(log_p: Tensor, log_q: Tensor, kind: str, beta: float = 0.5)
     if kind == "forward_kl":
         return (log_q.exp() * (log_q - log_p)).sum(dim=-1)
     log_m = _log_mixture(log_p, log_q, beta)
-    of_teacher, of_student = log_q.exp() * (log_q - log_m), log_p.exp() * (log_p - log_m)
+    of_teacher = log_q.exp() * (log_q - log_m)
+    of_student = log_p.exp() * (log_p - log_m)
     return (beta * of_teacher + (1 - beta) * of_student).sum(dim=-1)
 
 
@@ -125,7 +126,8 @@ class _FusedDivergence(torch.autograd.Function):
         ctx.teacher, ctx.divergence, ctx.forbidden = teacher, divergence, forbidden
         ctx.temperature, ctx.head, ctx.columns = temperature, head, columns
         ctx.pieces = row_pieces(hidden.shape[0], rows)
-        layer, of_piece = OutputLayer(hidden, weight, bias, head), _of_all_tokens
+        layer = OutputLayer(hidden, weight, bias, head)
+        of_piece = _of_all_tokens
         if divergence.top_k:
             of_piece = _of_top_tokens
         with teacher.whole():
@@ -139,7 +141,8 @@ class _FusedDivergence(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, *kept = ctx.saved_tensors
-        layer, of_block = OutputLayer(hidden, weight, bias, ctx.head), _gradient_of_all_tokens
+        layer = OutputLayer(hidden, weight, bias, ctx.head)
+        of_block = _gradient_of_all_tokens
         if ctx.divergence.top_k:
             of_block = _gradient_of_top_tokens
 
@@ -181,14 +184,18 @@ def _of_all_tokens(ctx: Any, student: OutputLayer, piece: slice) -> tuple[Tensor
     Both KL divergences follow from one pass: with z the logits, `KL(p || q) = sum p (z_p - z_q) -
     lse_p + lse_q`, and the sum, like the log of the sum of exponentials, is updated from block to
     block."""
-    teacher, kind, beta = ctx.teacher, ctx.divergence.kind, ctx.divergence.beta
+    teacher = ctx.teacher
+    kind = ctx.divergence.kind
+    beta = ctx.divergence.beta
     lse_p = torch.full(
         (len(student.hidden[piece]),),
         -torch.inf,
         dtype=_dtype(student),
         device=student.hidden.device,
     )
-    lse_q, mean, of_student = lse_p.clone(), torch.zeros_like(lse_p), torch.zeros_like(lse_p)
+    lse_q = lse_p.clone()
+    mean = torch.zeros_like(lse_p)
+    of_student = torch.zeros_like(lse_p)
     for block in _blocks(ctx):
         z_p, z_q = (_logits(ctx, layer, block, piece)[0] for layer in (student, teacher))
         before = lse_q if kind == "forward_kl" else lse_p
@@ -219,7 +226,8 @@ def _gradient_of_all_tokens(
 ) -> Tensor:
     """d divergence / d z_p, (rows, columns) fp32: `p (log p - log q - KL)`, `p - q`, or `(1 - beta)
     p (log p - log m - KL(p || m))`."""
-    kind, beta = ctx.divergence.kind, ctx.divergence.beta
+    kind = ctx.divergence.kind
+    beta = ctx.divergence.beta
     lse_p, lse_q, of_student = (each.unsqueeze(1) for each in kept[:3])
     log_p = z_p.sub_(lse_p)
     log_q = _logits(ctx, ctx.teacher, block, piece)[0].sub_(lse_q)
@@ -238,10 +246,12 @@ def _of_top_tokens(ctx: Any, student: OutputLayer, piece: slice) -> tuple[Tensor
 
     The tail is summed by itself, and not as 1 less the top tokens: a teacher that is very sure
     leaves it less than the rounding of 1, and a student may not be as sure."""
-    teacher, top_k = ctx.teacher, min(ctx.divergence.top_k, ctx.width)
+    teacher = ctx.teacher
+    top_k = min(ctx.divergence.top_k, ctx.width)
     hidden = student.hidden[piece]
     top_p = torch.empty(len(hidden), 0, dtype=_dtype(student), device=hidden.device)
-    top_q, tokens = top_p.clone(), top_p.long()
+    top_q = top_p.clone()
+    tokens = top_p.long()
     tail_p = top_p.new_full((len(hidden),), -torch.inf)  # log of the sum of exponentials
     tail_q = tail_p.clone()
     for block in _blocks(ctx):
@@ -257,14 +267,17 @@ def _of_top_tokens(ctx: Any, student: OutputLayer, piece: slice) -> tuple[Tensor
         tail_q = _log_sum(tail_q, z_q.scatter_(1, columns, -torch.inf))
         tail_p = _log_sum(tail_p, top_p.scatter(1, chosen, -torch.inf))
         tail_q = _log_sum(tail_q, top_q.scatter(1, chosen, -torch.inf))
-        top_p, top_q = top_p.gather(1, chosen), top_q.gather(1, chosen)
+        top_p = top_p.gather(1, chosen)
+        top_q = top_q.gather(1, chosen)
         tokens = tokens.gather(1, chosen)
-    lse_p, lse_q = _log_sum(tail_p, top_p), _log_sum(tail_q, top_q)
+    lse_p = _log_sum(tail_p, top_p)
+    lse_q = _log_sum(tail_q, top_q)
     log_p = torch.cat([top_p, tail_p.unsqueeze(1)], dim=1) - lse_p.unsqueeze(1)  # (rows, k + 1)
     log_q = torch.cat([top_q, tail_q.unsqueeze(1)], dim=1) - lse_q.unsqueeze(1)
     log_p.clamp_(min=LOWEST).requires_grad_()  # without a tail its probability is 0
     with torch.enable_grad():
-        kind, beta = ctx.divergence.kind, ctx.divergence.beta
+        kind = ctx.divergence.kind
+        beta = ctx.divergence.beta
         values = dense_divergence(log_p, log_q.clamp_(min=LOWEST), kind, beta)
         # d divergence / d log-prob of each bucket
         [slopes] = torch.autograd.grad(values.sum(), log_p)
@@ -295,4 +308,6 @@ def _gradient_of_top_tokens(
 
 
 def _dtype(layer: OutputLayer) -> torch.dtype:
-    return torch.float64 if layer.hidden.dtype == torch.float64 else torch.float32
+    if layer.hidden.dtype == torch.float64:
+        return torch.float64
+    return torch.float32

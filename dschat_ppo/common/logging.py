@@ -34,7 +34,8 @@ def print_line(line: str) -> None:
     """Print a line: on a terminal above the progress line, in a log file without repeating that. It
     may quote data, so characters that a terminal obeys are escaped. If nobody reads any more (the
     terminal is closed), nothing is printed from then on, and the run continues."""
-    stdout, line = _HIDDEN[-1] if _HIDDEN else sys.stdout, safe_text(escaped(line))
+    stdout = _HIDDEN[-1] if _HIDDEN else sys.stdout
+    line = safe_text(escaped(line))
     try:
         if sys.stderr.isatty():
             tqdm.write(line, file=stdout)
@@ -71,7 +72,8 @@ class _WarningsOnce(logging.Filter):
         self.seen: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        text, least = record.getMessage(), logging.WARNING if is_main() else logging.ERROR
+        text = record.getMessage()
+        least = logging.WARNING if is_main() else logging.ERROR
         passes = record.levelno >= least and text not in self.seen and _is_new(record)
         self.seen.add(text)
         return passes

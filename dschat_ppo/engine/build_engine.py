@@ -168,7 +168,9 @@ class OptimizerSettings:
 def optimizer_settings(config: StepConfig, updates: int, prefix: str = "") -> OptimizerSettings:
     """As the flags of a step ask for `updates` steps; `prefix`: of the flags of one of its
     models."""
-    run, schedule, flags = config.run, config.schedule, vars(config.training)
+    run = config.run
+    schedule = config.schedule
+    flags = vars(config.training)
     kind = flags["lr_scheduler_type"]
     return OptimizerSettings(
         flags[f"{prefix}learning_rate"],
@@ -302,12 +304,10 @@ def rate_factor(settings: OptimizerSettings, step: int) -> float:
     `POLYNOMIAL_END`. f stays 1 with "constant_with_warmup", and with "constant", which has no
     warm-up.
     """
-    kind, warmup, total, least = (
-        settings.schedule,
-        settings.warmup_steps,
-        settings.total_steps,
-        settings.min_lr_ratio,
-    )
+    kind = settings.schedule
+    warmup = settings.warmup_steps
+    total = settings.total_steps
+    least = settings.min_lr_ratio
     if kind == "constant":
         return 1.0
     if step < warmup:
@@ -322,18 +322,20 @@ def rate_factor(settings: OptimizerSettings, step: int) -> float:
     if kind == "linear":
         shape = max(0.0, (total - step) / max(1, total - warmup))
     else:
-        shape = (1 + cos(pi * progress)) / 2 if kind == "cosine" or progress < 1 else 0.0
+        if kind == "cosine" or progress < 1:
+            shape = (1 + cos(pi * progress)) / 2
+        else:
+            shape = 0.0
     return least + (1 - least) * shape
 
 
 def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:
     """Trainable parameters by learning rate (LoRA or Muon last) and weight decay: of matrices, not
     of DoRA's magnitudes."""
-    own = (
-        settings.learning_rate
-        if settings.lora_learning_rate is None
-        else settings.lora_learning_rate
-    )
+    if settings.lora_learning_rate is None:
+        own = settings.learning_rate
+    else:
+        own = settings.lora_learning_rate
     of_muon = {"lr": settings.muon_learning_rate, "use_muon": True}
     rates: dict[str, dict[str, Any]] = {"": {}, "lora": {"lr": own}, "muon": of_muon}
     groups = {
@@ -342,9 +344,17 @@ def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             # ZeRO-3 empties `shape`
-            shape = parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape
+            if hasattr(parameter, "ds_shape"):
+                shape = parameter.ds_shape
+            else:
+                shape = parameter.shape
             muon = settings.muon_learning_rate is not None and is_layer_matrix(name, shape)
-            kind = "lora" if is_adapter_parameter(name) else "muon" if muon else ""
+            if is_adapter_parameter(name):
+                kind = "lora"
+            elif muon:
+                kind = "muon"
+            else:
+                kind = ""
             groups[kind, len(shape) > 1].append(parameter)
     return [
         {"params": held, "weight_decay": settings.weight_decay if is_matrix else 0.0} | rates[kind]

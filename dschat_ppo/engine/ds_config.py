@@ -118,7 +118,8 @@ def config_of_run(
     config: StepConfig, stage: int, ranks: int, device: str, quantised_frozen: bool = False
 ) -> Config:
     """`train_config` as the flags of a step ask, and its `--deepspeed_config`."""
-    fit, overlay = config.training, read_overlay(config.run.deepspeed_config)
+    fit = config.training
+    overlay = read_overlay(config.run.deepspeed_config)
     return train_config(
         stage,
         config.run.dtype,
@@ -181,7 +182,10 @@ def merge(base: Config, overlay: Config) -> Config:
     merged = copy.deepcopy(base)
     for key, value in overlay.items():
         both_are_levels = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = merge(merged[key], value) if both_are_levels else copy.deepcopy(value)
+        if both_are_levels:
+            merged[key] = merge(merged[key], value)
+        else:
+            merged[key] = copy.deepcopy(value)
     return merged
 
 
@@ -194,15 +198,18 @@ def read_overlay(path: str | None) -> Config:
 def require_agreement(config: StepConfig, ranks: int) -> None:
     """Require batches, optimizer, schedule and number format of `--deepspeed_config` to be those of
     the flags."""
-    path, run = config.run.deepspeed_config, config.run
+    path = config.run.deepspeed_config
+    run = config.run
     settings = _settings_of(path)
-    kind, muon = _value_at(settings, "optimizer.type"), run.optimizer == "muon"
+    kind = _value_at(settings, "optimizer.type")
+    muon = run.optimizer == "muon"
     require(
         kind is None or str(kind).lower() in (("muon",) if muon else ("adam", "adamw")),
         f"--deepspeed_config {path}: optimizer.type is {kind}, but --optimizer is {run.optimizer}:"
         " change one of the two, or take it out of the file",
     )
-    flags, micro = vars(config.training), config.micro_batch
+    flags = vars(config.training)
+    micro = config.micro_batch
     accumulation = flags["gradient_accumulation_steps"]
     ours = [  # (setting, flag, value)
         ("train_micro_batch_size_per_gpu", micro, flags[micro]),
@@ -233,7 +240,8 @@ def require_agreement(config: StepConfig, ranks: int) -> None:
             ("data_types.grad_accum_dtype", "optimizer muon's sums of gradients", "fp32"),
         ]
     for model in config.stages:
-        peak, decay = f"{model}learning_rate", f"{model}weight_decay"
+        peak = f"{model}learning_rate"
+        decay = f"{model}weight_decay"
         ours += [
             ("optimizer.params.lr", peak, flags[peak]),
             ("optimizer.params.adam_lr", peak, flags[peak]),
@@ -310,7 +318,9 @@ def _settings_of(path: str | None) -> Config:
 
 def _nearest(key: str, known: Collection[str]) -> str:
     near = difflib.get_close_matches(key, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    if near:
+        return f"; did you mean {near[0]}?"
+    return ""
 
 
 def _check_sections(path: str, settings: Config) -> None:
@@ -342,7 +352,8 @@ def _check_sections(path: str, settings: Config) -> None:
                 if word
             ]
             unknown = first["type"] == "extra_forbidden"
-            said = (
-                f"DeepSpeed has no such setting{_nearest(name, known)}" if unknown else first["msg"]
-            )
+            if unknown:
+                said = f"DeepSpeed has no such setting{_nearest(name, known)}"
+            else:
+                said = first["msg"]
             raise UserError(f"--deepspeed_config {path}: {section}.{name}: {said}") from None

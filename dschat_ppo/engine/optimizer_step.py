@@ -137,7 +137,10 @@ def skip_update(engine: Engine) -> None:
         engine.skipped_steps += 1
         return
     optimizer = engine.optimizer
-    scaler = engine.optimizer.loss_scaler if engine.fp16_enabled() else None
+    if engine.fp16_enabled():
+        scaler = engine.optimizer.loss_scaler
+    else:
+        scaler = None
     with _infinite_norm(optimizer):
         if scaler is not None:
             optimizer.loss_scaler = LossScaler(scale=scaler.cur_scale)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 from zlib import crc32
@@ -206,11 +206,10 @@ def add_adapter(
     its own layers and scale. Matrix B is zero; A is drawn from the seed that torch was given last,
     equally on every rank and at every ZeRO stage. Under ZeRO-3 the new parameters are whole until
     `deepspeed.initialize` partitions them."""
-    config = (
-        _new_config(model, settings)
-        if folder is None
-        else _config_to_continue(model, folder, settings)
-    )
+    if folder is None:
+        config = _new_config(model, settings)
+    else:
+        config = _config_to_continue(model, folder, settings)
     trained = {weight: weight.requires_grad for weight in model.parameters()}
     _inject(model, config, folder)
     for parameter, weight in model.named_parameters():
@@ -260,7 +259,9 @@ def _inject(model: PreTrainedModel, config: Any, folder: str | None) -> None:
     # then its matrices need no numbers
     without = all(weight.is_meta for weight in model.parameters())
     partitioned = any(map(dist.is_partitioned, model.parameters()))  # peft gathers what DoRA reads
-    zero3 = zero3_announced({"zero_optimization": {"stage": 3}}) if partitioned else nullcontext()
+    zero3: AbstractContextManager[None] = nullcontext()
+    if partitioned:
+        zero3 = zero3_announced({"zero_optimization": {"stage": 3}})
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), zero3:
         warnings.simplefilter("ignore")  # that it chooses fan_in_fan_out itself
         torch.manual_seed(seed)
@@ -495,9 +496,10 @@ def _weight_replaced(
     weight: nn.Parameter, new: Tensor, in_place: bool, original_on_host: bool
 ) -> Iterator[None]:
     """Give `weight` the values `new`. If `in_place`, the original is lost."""
-    original = (
-        weight.data.to("cpu", copy=True) if original_on_host and not in_place else weight.data
-    )
+    if original_on_host and not in_place:
+        original = weight.data.to("cpu", copy=True)
+    else:
+        original = weight.data
     if in_place or original_on_host:
         weight.data.copy_(new)
     else:

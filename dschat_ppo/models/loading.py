@@ -68,7 +68,8 @@ from dschat_ppo.models.weight_headers import (
 )
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SCORE_WEIGHT, DEEPSPEED_CHAT_HEAD = f"{SCORE}.weight", "v_head.weight"
+SCORE_WEIGHT = f"{SCORE}.weight"
+DEEPSPEED_CHAT_HEAD = "v_head.weight"
 MAX_NAMES = 6  # of weights, in a message
 # models that fit -> the allowed names that are missing
 _COMPARED: dict[tuple[Any, ...], Set[str]] = {}
@@ -110,11 +111,10 @@ def check_vocabulary(
             f"{flag} {folder}: config.json has no 'vocab_size', so it is not a language model's"
         )
     if len(tokenizer) > size and not resize:
-        whose = (
-            "the actor's tokenizer; train the reward model from the same base, or"
-            if other
-            else "its tokenizer;"
-        )
+        if other:
+            whose = "the actor's tokenizer; train the reward model from the same base, or"
+        else:
+            whose = "its tokenizer;"
         raise UserError(
             f"{flag} {folder}: its vocabulary of {size} does not fit the {len(tokenizer)} tokens of"
             f" {whose} train with --resize_vocabulary, which adds the missing rows"
@@ -301,11 +301,10 @@ def _loaded(  # noqa: PLR0913
     key_mapping: dict[str, str] | None = None,
 ) -> PreTrainedModel:
     base = base_folder(folder, "model")
-    placed = (
-        {"device_map": device}
-        if device
-        else quantised_base(build, adapter, DTYPES[dtype], ds_config)
-    )
+    if device:
+        placed = {"device_map": device}
+    else:
+        placed = quantised_base(build, adapter, DTYPES[dtype], ds_config)
     with _loading(base, ds_config, device):
         model = kind.from_pretrained(
             base, config=config, dtype=DTYPES[dtype], key_mapping=key_mapping, **placed
@@ -325,11 +324,10 @@ def _with_dropout(config: PretrainedConfig, dropout: float | None) -> Pretrained
     """The config with this dropout and, because ranks must run the same layers, without layers that
     training skips."""
     text = config.get_text_config()  # the config itself, except for models of images and text
-    rates = (
-        {}
-        if dropout is None
-        else {**dict.fromkeys(DROPOUTS, dropout), **dict.fromkeys(SKIPPED_LAYERS, 0.0)}
-    )
+    if dropout is None:
+        rates = {}
+    else:
+        rates = {**dict.fromkeys(DROPOUTS, dropout), **dict.fromkeys(SKIPPED_LAYERS, 0.0)}
     for name, rate in rates.items():
         if hasattr(text, name):
             setattr(text, name, rate)
@@ -363,12 +361,12 @@ def _adapt(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None)
 
 def _report_adapter(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None) -> None:
     if is_adapter_folder(folder):
-        ignored = [] if adapter is None else ignored_flags(folder, adapter)
-        done = (
-            "is merged into its base model"
-            if adapter is None
-            else "is trained further with its layers and scale"
-        )
+        if adapter is None:
+            ignored = []
+            done = "is merged into its base model"
+        else:
+            ignored = ignored_flags(folder, adapter)
+            done = "is trained further with its layers and scale"
         note = f"; {', '.join(ignored)} without effect" if ignored else ""
         logger().info(f"model: the adapter in {folder} {done}{note}")
     if adapter is not None:
@@ -376,10 +374,8 @@ def _report_adapter(model: PreTrainedModel, folder: str, adapter: AdapterSetting
             (weight.requires_grad, getattr(weight, "ds_numel", weight.numel()))
             for weight in model.parameters()
         ]
-        trained, total = (
-            sum(size for trains, size in sizes if trains),
-            sum(size for _, size in sizes),
-        )
+        trained = sum(size for trains, size in sizes if trains)
+        total = sum(size for _, size in sizes)
         layers = len(adapter_layers(model))
         logger().info(
             f"LoRA: rank {adapter.rank} in {layers} layers; {trained:,} of {total:,} parameters are"
@@ -502,7 +498,10 @@ def check_weights(
         ("unexpected", unexpected),
         ("wrong shape", wrong_shape),
     ):
-        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+        if len(names) > MAX_NAMES:
+            more = f" and {len(names) - MAX_NAMES} more"
+        else:
+            more = ""
         faults += [f"{fault}: {', '.join(sorted(names)[:MAX_NAMES])}{more}"] if names else []
     if faults:
         raise UserError(

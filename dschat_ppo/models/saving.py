@@ -82,7 +82,9 @@ def saved_dtype(module: WrappedModel, wanted: str | None) -> torch.dtype | None:
     if wanted is not None:
         return DTYPES[wanted]
     start = module.pretrained.name_or_path
-    return checkpoint_dtype(start) if start and Path(start).is_dir() else None
+    if start and Path(start).is_dir():
+        return checkpoint_dtype(start)
+    return None
 
 
 def in_format(

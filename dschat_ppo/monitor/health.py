@@ -57,7 +57,8 @@ class History:
         self.now = {name: value for name, value in metrics.items() if not math.isnan(value)}
         total, count = self.losses
         if "loss" in self.now:
-            total, count = total + self.now["loss"], count + 1
+            total = total + self.now["loss"]
+            count = count + 1
         if "eval_loss" in self.now and count:
             self.evaluations.append((step, self.now["eval_loss"], total / count))
             total, count = 0.0, 0
@@ -79,7 +80,9 @@ class History:
         values = [
             metrics[name] for metrics in self.past if above < metrics.get(name, math.nan) < math.inf
         ]
-        return sum(values) / len(values) if 2 * len(values) >= self.window else None
+        if 2 * len(values) >= self.window:
+            return sum(values) / len(values)
+        return None
 
     def halves(self, name: str) -> tuple[float, float] | None:
         """The means of a metric over the older and over the newer half of the window and this step,
@@ -89,7 +92,8 @@ class History:
         if name not in self.now or len(values) <= self.window:
             return None
         middle = len(values) // 2
-        older, newer = values[:middle], values[middle:]
+        older = values[:middle]
+        newer = values[middle:]
         return sum(older) / len(older), sum(newer) / len(newer)
 
 
@@ -117,12 +121,11 @@ BOUNDS: dict[str, Callable[[float, float], float]] = {
 
 
 def _beyond_bound(rule: Rule, history: History) -> str | None:
-    limit, is_above = history.limits[rule.name], rule.comparison.startswith("above")
-    uses_mean, is_norm, is_entropy = (
-        "mean" in rule.comparison,
-        "grad_norm" in rule.metric,
-        "entropy" in rule.metric,
-    )
+    limit = history.limits[rule.name]
+    is_above = rule.comparison.startswith("above")
+    uses_mean = "mean" in rule.comparison
+    is_norm = "grad_norm" in rule.metric
+    is_entropy = "entropy" in rule.metric
     for name, value in history.now.items():
         if name != rule.metric and not (
             is_norm and name.startswith(rule.metric.removesuffix("ROLE"))
@@ -130,11 +133,10 @@ def _beyond_bound(rule: Rule, history: History) -> str | None:
             continue
         # A norm of infinity is an overflow of fp16; where scores are all equal, estimators that
         # compare answers have one of 0, which is no size to compare with.
-        mean = (
-            history.mean(name, above=SMALLEST_NORM if is_norm else -math.inf)
-            if uses_mean
-            else limit
-        )
+        if uses_mean:
+            mean = history.mean(name, above=SMALLEST_NORM if is_norm else -math.inf)
+        else:
+            mean = limit
         if mean is None or (is_norm and value == math.inf):
             continue
         seen = f"{name} is {value:.3g}, {rule.comparison.replace(' it', f' {limit:g}')}"
@@ -154,11 +156,9 @@ def first_ratio_not_one(history: History) -> str | None:
     """Log-ratios before the first update of a step are not 0. (If the old log-probs are those of
     sampling, they are the difference between rollout and training, for which `logprob_diff_high` is
     the rule.)"""
-    now, name, limit = (
-        history.now,
-        "policy/first_log_ratio_abs_mean",
-        history.limits["first_ratio_not_one"],
-    )
+    now = history.now
+    name = "policy/first_log_ratio_abs_mean"
+    limit = history.limits["first_ratio_not_one"]
     ratio = now.get(name, 0.0)
     if ratio <= limit or ratio == now.get("rollout/logprob_diff_mean"):
         return None
@@ -170,8 +170,10 @@ def first_ratio_not_one(history: History) -> str | None:
 
 def scores_equal(history: History) -> str | None:
     """All answers score the same, or do once the scores are clipped."""
-    now, limit = history.now, history.limits["scores_equal"]
-    clipped, mean = now.get("reward/clipped_share", 0.0), now.get("reward/score_mean", 0.0)
+    now = history.now
+    limit = history.limits["scores_equal"]
+    clipped = now.get("reward/clipped_share", 0.0)
+    mean = now.get("reward/score_mean", 0.0)
     for name, more in (
         ("score_std", f"all score {mean:.3g}"),
         ("clipped_std", f"{clipped:.0%} are clipped"),
@@ -185,7 +187,8 @@ def scores_equal(history: History) -> str | None:
 def groups_equal(history: History) -> str | None:
     """The answers to each prompt score alike, and an estimator compares them: there is no critic.
     Where all answers score alike, `scores_equal` says so."""
-    now, limit = history.now, history.limits["groups_equal"]
+    now = history.now
+    limit = history.limits["groups_equal"]
     share = now.get("reward/equal_groups_share", 0.0)
     has_critic = "value/explained_variance" in now
     all_equal = now.get("reward/score_std", 0.0) < history.limits["scores_equal"]
@@ -196,17 +199,18 @@ def groups_equal(history: History) -> str | None:
 
 def reward_faults(history: History) -> str | None:
     """A reward function fails on many answers, which get the default score."""
-    faults, count = (
-        history.now.get("reward/function_faults", 0.0),
-        history.now.get("rollout/count", 0),
-    )
+    faults = history.now.get("reward/function_faults", 0.0)
+    count = history.now.get("rollout/count", 0)
     is_many = faults and count and faults >= history.limits["reward_faults"] * count
-    return f"reward/function_faults is {faults:.0f}, of {count:.0f} answers" if is_many else None
+    if is_many:
+        return f"reward/function_faults is {faults:.0f}, of {count:.0f} answers"
+    return None
 
 
 def duplicate_answers(history: History) -> str | None:
     """Many answers are equal although they are not short."""
-    share, length = history.now.get("rollout/distinct_share", 1.0), history.now.get(LENGTH, 0.0)
+    share = history.now.get("rollout/distinct_share", 1.0)
+    length = history.now.get(LENGTH, 0.0)
     limit = history.limits["duplicate_answers"]
     if share >= limit or length < SHORT_ANSWER:
         return None
@@ -247,12 +251,16 @@ def updates_skipped(history: History) -> str | None:
     name = "optim/nonfinite_skipped"
     before = history.past[-1].get(name, 0.0) if history.past else 0.0
     count = history.now.get(name, 0.0)
-    return f"{name} is {count:.0f}, up from {before:.0f}" if count > before else None
+    if count > before:
+        return f"{name} is {count:.0f}, up from {before:.0f}"
+    return None
 
 
 def loss_grows(history: History) -> str | None:
     """The mean training loss over the window exceeds its lowest value so far by a factor."""
-    loss, lowest, factor = history.mean("loss"), history.lowest_loss, history.limits["loss_grows"]
+    loss = history.mean("loss")
+    lowest = history.lowest_loss
+    factor = history.limits["loss_grows"]
     if loss is None or loss + SMALL_LOSS <= factor * (lowest + SMALL_LOSS):
         return None
     limit = f"{factor:g} times the lowest such mean so far, {lowest:.3g}"
@@ -357,7 +365,10 @@ class HealthWatch:
         stops = [
             f"step {step}: {event}" for event in fresh if self.stop in ("warning", event.level)
         ]
-        self._reason_to_stop = f"--stop_on_health {self.stop}: {stops[0]}" if stops else None
+        if stops:
+            self._reason_to_stop = f"--stop_on_health {self.stop}: {stops[0]}"
+        else:
+            self._reason_to_stop = None
         return fresh
 
     def stop_if_due(self, checkpointer: Any) -> None:

@@ -116,11 +116,13 @@ class FirstFailureRecord:
 def open_failure_record() -> FirstFailureRecord:
     """Add this rank to the record of its machine and launch. Without other ranks, /proc or a
     temporary folder, each rank reports its own failures."""
-    launcher, own = find_process(os.getppid()), find_process(os.getpid())
+    launcher = find_process(os.getppid())
+    own = find_process(os.getpid())
     if ranks.world_size() == 1 or launcher is None or own is None:
         return FirstFailureRecord()
     # the same for all ranks of one launch on this machine, and for no other launch
-    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    address = os.environ.get("MASTER_ADDR", "")
+    port = os.environ.get("MASTER_PORT", "")
     try:
         name = f"{owned_name(_RECORDS, os.getppid())}{address}_{port}".replace("/", "_")
         # raises where no temporary folder can be written

@@ -136,9 +136,10 @@ def _report_user_error(
         heartbeat()
         time.sleep(0.05)
     first = record.record(exit_code(problem))
-    causes = (
-        f"\n{''.join(traceback.format_exception(problem)).rstrip()}" if problem.__cause__ else ""
-    )
+    if problem.__cause__:
+        causes = f"\n{''.join(traceback.format_exception(problem)).rstrip()}"
+    else:
+        causes = ""
     write_to_log(f"error: {problem}{causes}")
     if first.rank == ranks.rank() or first.code == DONE:
         _print_error(

@@ -149,10 +149,14 @@ def _base_model(base: str) -> str:
 
 
 def _name(path: str) -> str:
-    return Path(path).name if os.path.isabs(path) or os.path.exists(path) else path
+    if os.path.isabs(path) or os.path.exists(path):
+        return Path(path).name
+    return path
 
 
 def _shown(value: Any) -> Any:
     if isinstance(value, list):
         return [_shown(each) for each in value]
-    return _name(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return _name(value)
+    return value

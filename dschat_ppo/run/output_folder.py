@@ -179,7 +179,8 @@ def check_earlier_outputs(folder: Path, config: StepConfig) -> None:
     outputs += [path.name for path in folder.glob("*.safetensors")] + checkpoints
     if config.run.overwrite_output_dir or not outputs:
         return
-    resume, is_done = config.safety.resume, is_finished(folder)
+    resume = config.safety.resume
+    is_done = is_finished(folder)
     refusal = f"--output_dir {folder} holds earlier outputs ({outputs[0]})"
     ways_out = "name another folder or add --overwrite_output_dir"
     if resume == NEVER or (resume != AUTO and not is_inside(Path(resume), folder)):
@@ -213,14 +214,20 @@ def check_earlier_outputs(folder: Path, config: StepConfig) -> None:
 def earlier_dtype(config: StepConfig) -> tuple[str, str] | None:
     """(number format, where it is from) of the run that this one continues, or that has finished in
     its folder; None: it starts from scratch, or `find_checkpoint` will refuse it. On rank 0."""
-    folder, resume = Path(config.run.folder), config.safety.resume
+    folder = Path(config.run.folder)
+    resume = config.safety.resume
     if config.validate_only or resume == NEVER:
         return None
     if resume != AUTO:
         checkpoints = [Path(resume)]
     elif is_finished(folder):
-        saved = {} if config.run.overwrite_output_dir else read_config(folder) or {}
-        return (saved["dtype"], f"as the run in {folder}") if "dtype" in saved else None
+        if config.run.overwrite_output_dir:
+            saved = {}
+        else:
+            saved = read_config(folder) or {}
+        if "dtype" in saved:
+            return (saved["dtype"], f"as the run in {folder}")
+        return None
     else:
         store = CheckpointFolder(folder)
         checkpoints = [store.root / name for name in reversed(store.names())]
@@ -457,4 +464,6 @@ def _trained_model(config: StepConfig) -> tuple[Path, tuple[str, ...]]:
     """The folder in which the run saves its model, and patterns of the files there that are not the
     model's."""
     folder = Path(config.run.folder)
-    return (folder / "actor", ()) if config.kind == "ppo" else (folder, _NOT_OF_THE_MODEL)
+    if config.kind == "ppo":
+        return (folder / "actor", ())
+    return (folder, _NOT_OF_THE_MODEL)

@@ -80,11 +80,9 @@ def init_process_group(folder: str = "") -> torch.device:
     deepspeed.ops.__compatible_ops__ = {}
     try:
         with subprocesses_may_stop("joined the ranks"), quiet_prints():
-            backend, rank, size = (
-                accelerator.communication_backend_name(),
-                dist.rank(),
-                dist.world_size(),
-            )
+            backend = accelerator.communication_backend_name()
+            rank = dist.rank()
+            size = dist.world_size()
             if not torch_dist.is_initialized():  # by a run before it in this process
                 store = _store_of_this_launch(folder)
                 torch_dist.init_process_group(
@@ -109,7 +107,8 @@ def _store_of_this_launch(folder: str) -> Store:
     """The store through which the ranks of this launch meet; rank 0, or torchrun, opens it. The
     names in it begin with what identifies the launch, so that a rank of another launch on this port
     changes nothing in it."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     jobs = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     launch = [os.environ["WORLD_SIZE"], folder, *(os.environ.get(name, "") for name in jobs)]
     if dist.machines() == 1 and (launcher := ancestor("deepspeed.launcher.launch")) is not None:
@@ -147,7 +146,8 @@ def connect(address: str, port: int) -> TCPStore:
     """The store that rank 0 has opened, for which this waits up to `JOIN_SECONDS`, with probes by a
     plain connection: torch, which tries to connect again and again, would print stack traces of
     C++."""
-    place, cause = f"rank 0 at {address}, port {port}", None
+    place = f"rank 0 at {address}, port {port}"
+    cause = None
     for _ in _tries(lambda: place):
         try:
             socket.create_connection((address, port), _PROBE_SECONDS).close()
@@ -156,7 +156,10 @@ def connect(address: str, port: int) -> TCPStore:
             )
         except (OSError, DistNetworkError) as problem:
             cause = problem
-    reason = f" ({cause.strerror or cause})" if isinstance(cause, OSError) else ""
+    if isinstance(cause, OSError):
+        reason = f" ({cause.strerror or cause})"
+    else:
+        reason = ""
     raise UserError(
         f"rank {ranks.rank()} on {socket.gethostname()} cannot reach {place}{reason}: start the"
         " other machines, check that --master_addr is the address of the first one, and that no"

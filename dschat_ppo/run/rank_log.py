@@ -78,7 +78,8 @@ def open_log(folder: Path) -> None:
         raise UserError(
             f"--output_dir {folder}: {path} cannot be written ({problem.strerror})"
         ) from None
-    started, host = time.strftime("%Y-%m-%d %H:%M:%S %z"), os.uname().nodename
+    started = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    host = os.uname().nodename
     handler.write(
         f"-------- {started}: rank {rank()} of {world_size()}, process {os.getpid()} on {host}"
     )

@@ -48,7 +48,8 @@ from dschat_ppo.run.rank_log import open_log
 def join_ranks(config: StepConfig) -> None:
     """Lock the output folder and join the ranks. Collective. `--dry_run` joins no ranks and touches
     no folder."""
-    run, folder = config.run, folder_of(config)
+    run = config.run
+    folder = folder_of(config)
     refuse_model_folders(folder, [name for _, name in config.models.values()])
     quiet_libraries()
     check_sequence_parallel_size(config.memory, dist.world_size())
@@ -67,7 +68,9 @@ def folder_of(config: StepConfig) -> Path:
     """The folder that a run writes to. If it trains nothing, that is one inside `--output_dir`, in
     place of an earlier validation."""
     folder = Path(config.run.folder)
-    return folder / VALIDATION if config.validate_only else folder
+    if config.validate_only:
+        return folder / VALIDATION
+    return folder
 
 
 def begin_run(
@@ -80,7 +83,8 @@ def begin_run(
     `check` checks flags of the step before the folder is compared with them: else a mistake in a
     flag would be a setting that has changed.
     """
-    run, folder = config.run, folder_of(config)
+    run = config.run
+    folder = folder_of(config)
     check()
     if not run.dry_run:
         begin = prepare_output_folder if config.validate_only else check_earlier_outputs
@@ -113,7 +117,8 @@ def _check_dtype(dtype: str) -> None:
 
     accelerator = get_accelerator()
     # None on some CPUs
-    has_bf16, has_fp16 = accelerator.is_bf16_supported(), accelerator.is_fp16_supported()
+    has_bf16 = accelerator.is_bf16_supported()
+    has_fp16 = accelerator.is_fp16_supported()
     usable = ["bf16"] * bool(has_bf16) + ["fp16"] * bool(has_fp16) + ["fp32"]
     if dtype not in usable:
         raise UserError(
@@ -159,7 +164,10 @@ def open_session(
             logger().info(
                 f"note: --profile {profiled} has no effect: {checkpoint} is beyond that step"
             )
-    resumed = checkpoint if checkpoint is not None and is_inside(checkpoint, output) else None
+    if checkpoint is not None and is_inside(checkpoint, output):
+        resumed = checkpoint
+    else:
+        resumed = None
     dist.on_main(writing(output)(lambda: prepare_output_folder(output, config, resumed)))
     return Session(output, identity, config, checkpoint)
 
@@ -196,24 +204,24 @@ class Session:
             place = CheckpointFolder(self.output).root / checkpoint_name(
                 manifest.step, manifest.update
             )
-            saved = (
-                (manifest.step, manifest.update)
-                if self.checkpoint.resolve() == place.resolve()
-                else None
-            )
+            if self.checkpoint.resolve() == place.resolve():
+                saved = (manifest.step, manifest.update)
+            else:
+                saved = None
         if dist.is_main():
             record_start(self.output, resumed[1] if resumed else 1, dist.world_size())
-        run, safety, tracking = self.config.run, self.config.safety, None
+        run = self.config.run
+        safety = self.config.safety
+        tracking = None
         if run.trackers:
             flags = flatten(self.config)
             tracking = Tracking(
                 run.trackers, self.output, run.tensorboard_folder, run.project, run.run_name, flags
             )
-        command = (
-            "the same command again"
-            if safety.resume == AUTO
-            else "the command again with --resume auto"
-        )
+        if safety.resume == AUTO:
+            command = "the same command again"
+        else:
+            command = "the command again with --resume auto"
         with MetricsWriter(self.output, tracking, resumed) as metrics:
             checkpoints = CheckpointManager(
                 self.output,
@@ -242,6 +250,9 @@ def naming(flag: str) -> Iterator[None]:
     try:
         yield
     except UserError as problem:
-        hint = " (are actor and critic swapped?)" if "score.weight" in str(problem) else ""
+        if "score.weight" in str(problem):
+            hint = " (are actor and critic swapped?)"
+        else:
+            hint = ""
         prefix = "" if str(problem).startswith("--") else f"{flag} "
         raise UserError(f"{prefix}{problem}{hint}") from problem.__cause__

@@ -43,11 +43,9 @@ def model_size(module: torch.nn.Module) -> tuple[int, int]:
 def _count(weight: torch.nn.Parameter) -> int:
     """Elements of a parameter, which ZeRO-3 empties and 4 bits pack in pairs."""
     quantised = getattr(weight, "quant_state", None)
-    return (
-        int(quantised.shape.numel())
-        if quantised is not None
-        else int(getattr(weight, "ds_numel", weight.numel()))
-    )
+    if quantised is not None:
+        return int(quantised.shape.numel())
+    return int(getattr(weight, "ds_numel", weight.numel()))
 
 
 def short_count(count: int) -> str:
@@ -145,12 +143,13 @@ def row_sample(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> str:
     answers; of a long text its start and end. A second answer follows on a line that starts with
     `or`."""
     prompt, (first, *others) = row["prompt_ids"], row["answers"] or [[]]
-    ids, spans = (
-        [*prompt, *first],
-        [place for span in row.get("prompt_spans") or () for place in span],
-    )
+    ids = [*prompt, *first]
+    spans = [place for span in row.get("prompt_spans") or () for place in span]
     # every second part is trained
-    bounds = [0, *spans, len(prompt), len(ids)] if first else [0, len(ids)]
+    if first:
+        bounds = [0, *spans, len(prompt), len(ids)]
+    else:
+        bounds = [0, len(ids)]
     parts = [text_between(tokenizer, ids, start, stop) for start, stop in pairwise(bounds)]
     text = "".join(
         f"⟦{part}⟧" if number % 2 else part for number, part in enumerate(parts)
@@ -161,7 +160,9 @@ def row_sample(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> str:
 
 
 def _shortened(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most // 2]} [...] {text[-most // 2 :]}"
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]} [...] {text[-most // 2 :]}"
 
 
 def text_between(
@@ -169,8 +170,11 @@ def text_between(
 ) -> str:
     """The text of `ids[start:stop]` where they are: tokenizers decode the first token of a text
     differently."""
-    before, whole = decoded(tokenizer, ids[:start]), decoded(tokenizer, ids[:stop])
-    return whole[len(before) :] if whole.startswith(before) else decoded(tokenizer, ids[start:stop])
+    before = decoded(tokenizer, ids[:start])
+    whole = decoded(tokenizer, ids[:stop])
+    if whole.startswith(before):
+        return whole[len(before) :]
+    return decoded(tokenizer, ids[start:stop])
 
 
 def show_plan(title: str, rows: list[tuple[str, str]], *warmups: tuple[int, int]) -> None:
@@ -235,7 +239,8 @@ def write_validation(folder: Path, metrics: dict[str, float], seconds: float) ->
 def tool_command(tool: str, words: Sequence[str]) -> str:
     """`python -m dschat_ppo.tools.TOOL WORDS` for a shell, by the python of this environment; "":
     `dschat_ppo` itself."""
-    found, module = shutil.which("python"), f"dschat_ppo.tools.{tool}" if tool else "dschat_ppo"
+    found = shutil.which("python")
+    module = f"dschat_ppo.tools.{tool}" if tool else "dschat_ppo"
     is_own = found is not None and Path(found).parent == Path(sys.executable).parent
     return shlex.join(
         ["python" if is_own else shown_path(sys.executable), "-m", module, *map(shown_path, words)]

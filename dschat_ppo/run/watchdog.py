@@ -142,11 +142,10 @@ class _Watchdog:
         if prints:
             with suppress(OSError):  # nobody reads any more (a closed pipe or terminal)
                 sys.stderr.flush()
-                logs = (
-                    f"(the stacks of all ranks are in {log.parent})\n"
-                    if hangs and (log := log_path())
-                    else ""
-                )
+                if hangs and (log := log_path()):
+                    logs = f"(the stacks of all ranks are in {log.parent})\n"
+                else:
+                    logs = ""
                 # in one call: lines stay whole
                 os.write(2, f"{text}\n{logs}".encode(errors="backslashreplace"))
                 if hangs:
