@@ -24,7 +24,8 @@ from dschat_ppo.engine.ds_config import Config, config_of_run, eval_config
 from dschat_ppo.engine.hybrid_engine import HybridEngine, Merge
 from dschat_ppo.engine.shared_base import classifier_over_base, model_over_base
 from dschat_ppo.engine.tensor_parallel import reason_not_to_shard, tensor_parallel
-from dschat_ppo.models.adapters import adapter_settings, merged
+from dschat_ppo.models.adapter_merging import adapters_merged
+from dschat_ppo.models.adapters import adapter_settings
 from dschat_ppo.models.kernel_selection import apply_memory_flags, select_kernels
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.model_folders import is_adapter_folder
@@ -293,7 +294,7 @@ class RLHFEngine:
         merge: Merge | None = None
         are_whole = not gathers_by_layer or self._actor_stage != 3
         if lora_dim > 0 and are_whole:  # adapters merge into whole weights only
-            merge = partial(merged, originals_on_host=memory.sleep_in_rollout)
+            merge = partial(adapters_merged, originals_on_host=memory.sleep_in_rollout)
         sleeping: list[Engine] = []
         if memory.sleep_in_rollout:
             engines = [self.actor, self.reference, self.critic, self.reward, *self.teachers]

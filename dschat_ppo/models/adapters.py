@@ -1,5 +1,4 @@
-"""LoRA adapters: which layers get one, how it is added, read from a folder, and merged for good or
-for a rollout.
+"""LoRA adapters: which layers get one, how it is added, and how it is read from a folder.
 
 QLoRA holds the frozen weights in 4 or 8 bits through bitsandbytes (Dettmers 2023,
 https://arxiv.org/abs/2305.14314).
@@ -9,8 +8,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 from zlib import crc32
@@ -22,7 +21,6 @@ from transformers.pytorch_utils import Conv1D
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.extras import require_extra
-from dschat_ppo.common.host_memory import freed_memory_returned
 from dschat_ppo.config.run_flags import AdapterFlags
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.model_folders import (
@@ -51,8 +49,6 @@ NOT_CALLED = {
     "nemotron_h": ("out_proj",),
     "jamba": ("dt_proj",),
 }
-# the parts of an adapter in peft's layer; the last for DoRA
-MATRICES = "lora_A", "lora_B", "lora_magnitude_vector"
 LM_HEADS = ("lm_head.", "embed_out.")  # of language models; classifiers do not have them
 _HOW_TO_MERGE = "docs/lora.md"
 
@@ -82,7 +78,11 @@ def adapter_settings(lora: Any, flags: AdapterFlags, prefix: str = "") -> Adapte
     if dim == 0:
         return None
     require_extra("peft", "LoRA")
-    bits: Bits | None = 4 if flags.load_in_4bit else 8 if flags.load_in_8bit else None
+    bits: Bits | None = None
+    if flags.load_in_4bit:
+        bits = 4
+    elif flags.load_in_8bit:
+        bits = 8
     if bits is not None:
         needs = f"--load_in_{bits}bit"
         if not dist.on_gpu():
@@ -115,29 +115,46 @@ def lora_targets(
     the model does not call. A layer is taken if a part of `names`, separated by commas, occurs in
     its name, as in DeepSpeed-Chat; None: all linear layers of the decoder blocks.
     """
-    usable = _linear_layers(model)
+    usable = _layers_for_lora(model)
     if names is None:
-        found = [name for name in usable if re.search(r"\.\d+\.", name)]  # inside a list of blocks
-        if not found:
+        block_layers = [name for name in usable if re.search(r"\.\d+\.", name)]
+        if not block_layers:
             raise UserError(
                 f"{flag}: {type(model).__name__} has no linear layer in a list of blocks; name its"
                 " layers"
             )
-        return found
-    parts = [part.strip() for part in names.split(",") if part.strip()]
-    unknown = [part for part in parts if not any(part in name for name in usable)]
-    if parts and not unknown:
-        return [name for name in usable if any(part in name for part in parts)]
-    last = sorted({name.rpartition(".")[2] for name in usable})
-    blocks = next((match[1] for name in usable if (match := re.search(r"(\w+\.)\d+\.", name))), "")
+        return block_layers
+    patterns = [pattern.strip() for pattern in names.split(",") if pattern.strip()]
+    targets = []
+    matching = set()
+    for name in usable:
+        matches = [pattern for pattern in patterns if pattern in name]
+        matching.update(matches)
+        if matches:
+            targets.append(name)
+    unknown = [pattern for pattern in patterns if pattern not in matching]
+    if patterns and not unknown:
+        return targets
+    last_words = sorted({name.rpartition(".")[2] for name in usable})
     raise UserError(
         f"{flag} {names}: no layer of {type(model).__name__} that can get LoRA has"
-        f" '{', '.join(unknown)}' in its name; give {blocks} for all layers of its blocks, or leave"
-        f" the flag out, or give names among {', '.join(last)}"
+        f" '{', '.join(unknown)}' in its name; give {_list_of_blocks(usable)} for all layers of its"
+        f" blocks, or leave the flag out, or give names among {', '.join(last_words)}"
     )
 
 
-def _linear_layers(model: PreTrainedModel) -> list[str]:
+def _list_of_blocks(layers: list[str]) -> str:
+    """The name of the list of blocks, such as `layers.`, that the first of `layers` inside one
+    names; "" without such a list."""
+    for name in layers:
+        match = re.search(r"(\w+\.)\d+\.", name)
+        if match:
+            return match[1]
+    return ""
+
+
+def _layers_for_lora(model: PreTrainedModel) -> list[str]:
+    """The names of all layers of `model` that LoRA can be added to; see `lora_targets`."""
     config = model.config.get_text_config()
     head = model.get_output_embeddings()
     tied = head is not None and getattr(config, "tie_word_embeddings", False)
@@ -211,7 +228,7 @@ def add_adapter(
     else:
         config = _config_to_continue(model, folder, settings)
     trained = {weight: weight.requires_grad for weight in model.parameters()}
-    _inject(model, config, folder)
+    inject_lora(model, config, folder)
     for parameter, weight in model.named_parameters():
         has_adapter = parameter.endswith(".base_layer.weight")
         is_small = parameter.startswith(f"{SCORE}.") or is_adapter_parameter(parameter)
@@ -251,13 +268,15 @@ def adapter_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
-def _inject(model: PreTrainedModel, config: Any, folder: str | None) -> None:
+def inject_lora(model: PreTrainedModel, config: Any, folder: str | None) -> None:
+    """Add the layers of the adapter that peft's `config` describes to `model`, in place, with new
+    weights; `folder`, from which the adapter comes, is for messages alone."""
     from peft import inject_adapter_in_model
 
     seed = torch.initial_seed() ^ crc32(ADAPTER.encode())
     injected = replace(config, modules_to_save=None)  # peft would wrap the score head
     # then its matrices need no numbers
-    without = all(weight.is_meta for weight in model.parameters())
+    on_meta = all(weight.is_meta for weight in model.parameters())
     partitioned = any(map(dist.is_partitioned, model.parameters()))  # peft gathers what DoRA reads
     zero3: AbstractContextManager[None] = nullcontext()
     if partitioned:
@@ -266,13 +285,13 @@ def _inject(model: PreTrainedModel, config: Any, folder: str | None) -> None:
         warnings.simplefilter("ignore")  # that it chooses fan_in_fan_out itself
         torch.manual_seed(seed)
         problem = f"{folder or 'LoRA'}: the adapter does not fit {type(model).__name__}"
-        with reading(problem), torch.device("meta") if without else nullcontext():
+        with reading(problem), torch.device("meta") if on_meta else nullcontext():
             inject_adapter_in_model(injected, model, adapter_name=ADAPTER)
     injected.modules_to_save = config.modules_to_save  # for adapter_config.json
     model.peft_config = {ADAPTER: injected}
-    # peft has not given them the type of the base
-    for layer in adapter_layers(model).values() if without else ():
-        layer.to(layer.get_base_layer().weight.dtype)
+    if on_meta:  # peft has not given them the type of the base
+        for layer in adapter_layers(model).values():
+            layer.to(layer.get_base_layer().weight.dtype)
 
 
 @contextmanager
@@ -295,7 +314,9 @@ def _new_config(model: PreTrainedModel, settings: AdapterSettings) -> Any:
     base, revision = base_name(model.config._name_or_path)
     targets = lora_targets(model, settings.targets, settings.flag)
     modules = dict(model.named_modules())
-    alpha: Any = int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha
+    alpha: Any = settings.alpha
+    if alpha == int(alpha):
+        alpha = int(alpha)
     return LoraConfig(
         r=settings.rank,
         lora_alpha=alpha,
@@ -328,12 +349,12 @@ def _config_to_continue(model: PreTrainedModel, folder: str, settings: AdapterSe
             f" its base first ({_HOW_TO_MERGE})"
         )
     heads = (SCORE, "classifier")  # peft lists both names for every classifier
-    others = [name for name in config.modules_to_save or [] if name not in heads]
-    if others:
+    saved_layers = [name for name in config.modules_to_save or [] if name not in heads]
+    if saved_layers:
         raise UserError(
             f"{flag} {settings.rank}: the adapter in {folder} also holds whole layers"
-            f" ({', '.join(others)}), which would not be trained; merge it into its base first"
-            f" ({_HOW_TO_MERGE})"
+            f" ({', '.join(saved_layers)}), which would not be trained; merge it into its base"
+            f" first ({_HOW_TO_MERGE})"
         )
     base, revision = base_name(base_folder(folder, "model"))
     return replace(
@@ -348,37 +369,12 @@ def _config_to_continue(model: PreTrainedModel, folder: str, settings: AdapterSe
 
 
 def _of_kind(model: PreTrainedModel) -> dict[str, Any]:
+    """peft's settings for a model with a score head, or for a language model."""
     has_score = hasattr(model, SCORE)
     return {
         "task_type": "SEQ_CLS" if has_score else "CAUSAL_LM",
         "modules_to_save": [SCORE] if has_score else None,
     }
-
-
-def load_merged(model: PreTrainedModel, folder: str) -> None:
-    """Merge the adapter in `folder` into the weights of `model`: the product in fp32, then rounded.
-    In place. `model` is the adapter's base, whole or partitioned by ZeRO-3 (then collective),
-    before it gets an engine."""
-    require_extra("peft", f"the adapter folder {folder}")
-    import deepspeed
-
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
-    _inject(model, replace(saved_config(folder), init_lora_weights=False), folder)
-    weights = load_adapter_weights(model, folder)
-    for path, layer in adapter_layers(model).items():
-        base = layer.get_base_layer()
-        if not is_linear(base):
-            raise UserError(
-                f"{folder}: its adapter of {path} is not of a linear layer; merge it with peft"
-            )
-        with deepspeed.zero.GatheredParameters([base.weight], modifier_rank=0), torch.no_grad():
-            a, b, magnitude = matrices_of(weights, path)
-            base.weight.copy_(merged_weight(layer, base.weight, a, b, magnitude))
-        parent, _, child = path.rpartition(".")
-        setattr(model.get_submodule(parent), child, base)
-    del model.peft_config
-    for weight in trained:
-        weight.requires_grad_(True)
 
 
 def load_adapter_weights(model: PreTrainedModel, folder: str) -> dict[str, Tensor]:
@@ -388,7 +384,7 @@ def load_adapter_weights(model: PreTrainedModel, folder: str) -> dict[str, Tenso
 
     weights = adapter_weights(folder)
     parameters: dict[str, Any] = dict(model.named_parameters())
-    wanted = {key for key in parameters if is_adapter_parameter(key)}
+    adapter_keys = {key for key in parameters if is_adapter_parameter(key)}
     weights = {
         key: weight
         for key, weight in weights.items()
@@ -396,118 +392,21 @@ def load_adapter_weights(model: PreTrainedModel, folder: str) -> dict[str, Tenso
     }
     shapes = {key: getattr(weight, "ds_shape", weight.shape) for key, weight in parameters.items()}
     faults = {
-        "missing": wanted - weights.keys(),
+        "missing": adapter_keys - weights.keys(),
         "unexpected": weights.keys() - parameters.keys(),
         "wrong shape": {
             key for key, weight in weights.items() if shapes.get(key, weight.shape) != weight.shape
         },
     }
-    found = [f"{fault}: {', '.join(sorted(keys)[:3])}" for fault, keys in faults.items() if keys]
-    if found:
+    fault_texts = []
+    for fault, keys in faults.items():
+        if keys:
+            fault_texts.append(f"{fault}: {', '.join(sorted(keys)[:3])}")
+    if fault_texts:
         raise UserError(
-            f"{folder}: the adapter does not fit {type(model).__name__}: {'; '.join(found)}"
+            f"{folder}: the adapter does not fit {type(model).__name__}: {'; '.join(fault_texts)}"
         )
     for key, weight in weights.items():
         with deepspeed.zero.GatheredParameters([parameters[key]], modifier_rank=0), torch.no_grad():
             parameters[key].copy_(weight)
     return {key: weight.to(parameters[key].device) for key, weight in weights.items()}
-
-
-def matrices_of(weights: Mapping[str, Tensor], path: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A, B and, for DoRA, the magnitudes of the layer at `path`, of weights by their names in the
-    model."""
-    a, b, magnitude = (weights.get(f"{path}.{matrix}.{ADAPTER}.weight") for matrix in MATRICES)
-    assert a is not None and b is not None
-    return a, b, magnitude
-
-
-def merged_weight(
-    layer: Any, weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None
-) -> Tensor:
-    """The weight of a layer with its adapter merged, in fp32 and in the layout of `weight`: LoRA `W
-    + s B A`; DoRA each row of this divided by its norm and multiplied by its magnitude.
-
-    `weight` (out, in), or (in, out) for GPT-2's `Conv1D`; `a` (rank, in), `b` (out, rank);
-    `magnitude` (out,) for DoRA, None for LoRA. peft's `layer` has the scale s and the layout.
-    """
-    transposed = bool(layer.fan_in_fan_out)
-    whole = weight.float().T if transposed else weight.float()
-    whole = whole + layer.scaling[ADAPTER] * (b.float() @ a.float())
-    if magnitude is not None:
-        whole = whole * (magnitude.float() / whole.norm(dim=1)).unsqueeze(1)
-    return whole.T if transposed else whole
-
-
-@contextmanager
-def merged(
-    model: PreTrainedModel,
-    disposable: Collection[nn.Parameter] = (),
-    originals_on_host: bool = False,
-) -> Iterator[None]:
-    """Replace each layer that has adapters by its base layer with the merged weight, so that code
-    that looks for `nn.Linear` finds it. The exit restores layers and original weights bit for bit:
-    they are kept, on the device or with `originals_on_host` in host memory; only `disposable`
-    weights (copies gathered by ZeRO-3), which are dropped afterwards, are merged in place. Layers
-    with a quantised base keep their adapter unmerged. The model has whole weights and no hooks; its
-    weights and adapters must not change inside the context."""
-    dropped = set(disposable)
-    layers = {
-        layer
-        for layer in adapter_layers(model).values()
-        if layer.get_base_layer().weight.is_floating_point()
-    }
-    places = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent._modules.items()
-    ]
-    with ExitStack() as stack:
-        with freed_memory_returned():  # else the heap keeps as much again, from products in fp32
-            for parent, name, child in places:
-                if child in layers:
-                    base: Any = child.get_base_layer()  # type: ignore[union-attr,operator]
-                    in_place = base.weight in dropped and not _is_own_partition(base.weight)
-                    new = _with_adapter(child, base.weight)
-                    stack.enter_context(
-                        _weight_replaced(base.weight, new, in_place, originals_on_host)
-                    )
-                    # the order of children stays
-                    stack.callback(parent._modules.__setitem__, name, child)
-                    parent._modules[name] = base
-        yield
-
-
-@torch.no_grad()
-def _with_adapter(layer: Any, weight: nn.Parameter) -> Tensor:
-    """The weight of `layer` with its adapter merged: computed in fp32, in the dtype and layout of
-    `weight`."""
-    a, b, magnitude = matrices_of(dict(layer.named_parameters(prefix="layer")), "layer")
-    return merged_weight(layer, weight.detach(), a, b, magnitude).to(weight.dtype).contiguous()
-
-
-def _is_own_partition(weight: Any) -> bool:
-    """Whether a gathered weight is this rank's partition itself: on one rank ZeRO-3 makes no
-    copy."""
-    return weight.untyped_storage().data_ptr() == weight.ds_tensor.untyped_storage().data_ptr()
-
-
-@contextmanager
-def _weight_replaced(
-    weight: nn.Parameter, new: Tensor, in_place: bool, original_on_host: bool
-) -> Iterator[None]:
-    """Give `weight` the values `new`. If `in_place`, the original is lost."""
-    if original_on_host and not in_place:
-        original = weight.data.to("cpu", copy=True)
-    else:
-        original = weight.data
-    if in_place or original_on_host:
-        weight.data.copy_(new)
-    else:
-        weight.data = new
-    try:
-        yield
-    finally:
-        if original_on_host and not in_place:
-            weight.data.copy_(original)
-        elif not in_place:
-            weight.data = original

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -11,14 +11,12 @@ from typing import Any
 
 import deepspeed
 import torch
-import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
 from dschat_ppo.common.atomic_files import read_blocks
@@ -28,13 +26,12 @@ from dschat_ppo.common.host_memory import freed_memory_returned
 from dschat_ppo.common.logging import log_once, logger
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.errors import UserError, reading
+from dschat_ppo.models.adapter_merging import load_merged
 from dschat_ppo.models.adapters import (
-    LM_HEADS,
     AdapterSettings,
     adapter_layers,
     add_adapter,
     ignored_flags,
-    load_merged,
     quantised_base,
     zero3_announced,
 )
@@ -52,27 +49,21 @@ from dschat_ppo.models.model_folders import (
     SCORE,
     base_folder,
     check_settings,
-    files_of,
     is_adapter_folder,
     saves_head,
-    wants_settings_only,
     without_code,
 )
-from dschat_ppo.models.tokenizers import load_tokenizer, read_tokenizer
+from dschat_ppo.models.tokenizers import load_tokenizer
+from dschat_ppo.models.vocabulary import grow_vocabulary
+from dschat_ppo.models.weight_comparison import check_weights
 from dschat_ppo.models.weight_headers import (
-    checkpoint_headers,
     checkpoint_shapes,
-    is_old_buffer,
-    require_floating_point,
     weight_files,
 )
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCORE_WEIGHT = f"{SCORE}.weight"
 DEEPSPEED_CHAT_HEAD = "v_head.weight"
-MAX_NAMES = 6  # of weights, in a message
-# models that fit -> the allowed names that are missing
-_COMPARED: dict[tuple[Any, ...], Set[str]] = {}
 # rotary positions beyond this multiple of those trained are assumed to be a mistake
 MAX_EXTRAPOLATION = 4
 
@@ -92,38 +83,6 @@ def load_config(folder: str, flag: str) -> PretrainedConfig:
             # SDPA ignores the soft cap; transformers before 5.21 takes SDPA
             config._attn_implementation = "eager"
     return config
-
-
-def check_vocabulary(
-    tokenizer: PreTrainedTokenizerBase,
-    config: PretrainedConfig,
-    flag: str,
-    folder: str,
-    other: bool = False,
-    resize: bool = False,
-) -> None:
-    """Check that the model at `folder`, named by `flag`, has an embedding for every id of
-    `tokenizer`. If the tokenizer is that of an `other` model (the actor's), the model's own must be
-    equal to it. `resize`: missing embeddings will be added (`--resize_vocabulary`)."""
-    size = getattr(config.get_text_config(), "vocab_size", None)
-    if not isinstance(size, int):
-        raise UserError(
-            f"{flag} {folder}: config.json has no 'vocab_size', so it is not a language model's"
-        )
-    if len(tokenizer) > size and not resize:
-        if other:
-            whose = "the actor's tokenizer; train the reward model from the same base, or"
-        else:
-            whose = "its tokenizer;"
-        raise UserError(
-            f"{flag} {folder}: its vocabulary of {size} does not fit the {len(tokenizer)} tokens of"
-            f" {whose} train with --resize_vocabulary, which adds the missing rows"
-        )
-    if other and read_tokenizer(folder, flag).get_vocab() != tokenizer.get_vocab():
-        raise UserError(
-            f"{flag} {folder}: its tokenizer differs from the actor's, so it would score other"
-            " text; train the reward model from the same base"
-        )
 
 
 def require_length(folder: str, longest: int, flags: str) -> None:
@@ -309,12 +268,14 @@ def _loaded(  # noqa: PLR0913
         model = kind.from_pretrained(
             base, config=config, dtype=DTYPES[dtype], key_mapping=key_mapping, **placed
         )
-    known = config.get_text_config().vocab_size
-    if resize and grow_vocabulary(model, needed := len(load_tokenizer(folder, "model"))):
-        logger().info(
-            f"model: {folder} has rows for {known} tokens; adding {needed - known}"
-            " (--resize_vocabulary)"
-        )
+    if resize:
+        known = config.get_text_config().vocab_size
+        needed = len(load_tokenizer(folder, "model"))
+        if grow_vocabulary(model, needed):
+            logger().info(
+                f"model: {folder} has rows for {known} tokens; adding {needed - known}"
+                " (--resize_vocabulary)"
+            )
     _adapt(model, folder, adapter)
     _report_adapter(model, folder, adapter)
     return model
@@ -324,9 +285,8 @@ def _with_dropout(config: PretrainedConfig, dropout: float | None) -> Pretrained
     """The config with this dropout and, because ranks must run the same layers, without layers that
     training skips."""
     text = config.get_text_config()  # the config itself, except for models of images and text
-    if dropout is None:
-        rates = {}
-    else:
+    rates = {}
+    if dropout is not None:
         rates = {**dict.fromkeys(DROPOUTS, dropout), **dict.fromkeys(SKIPPED_LAYERS, 0.0)}
     for name, rate in rates.items():
         if hasattr(text, name):
@@ -367,145 +327,20 @@ def _report_adapter(model: PreTrainedModel, folder: str, adapter: AdapterSetting
         else:
             ignored = ignored_flags(folder, adapter)
             done = "is trained further with its layers and scale"
-        note = f"; {', '.join(ignored)} without effect" if ignored else ""
+        note = ""
+        if ignored:
+            note = f"; {', '.join(ignored)} without effect"
         logger().info(f"model: the adapter in {folder} {done}{note}")
     if adapter is not None:
-        sizes = [
-            (weight.requires_grad, getattr(weight, "ds_numel", weight.numel()))
-            for weight in model.parameters()
-        ]
-        trained = sum(size for trains, size in sizes if trains)
-        total = sum(size for _, size in sizes)
+        trained = 0
+        total = 0
+        for weight in model.parameters():
+            size = getattr(weight, "ds_numel", weight.numel())
+            total += size
+            if weight.requires_grad:
+                trained += size
         layers = len(adapter_layers(model))
         logger().info(
             f"LoRA: rank {adapter.rank} in {layers} layers; {trained:,} of {total:,} parameters are"
             " trained"
         )
-
-
-def grow_vocabulary(model: PreTrainedModel, size: int) -> bool:
-    """Add rows to the embedding of `model`, and to its head if it has one, up to `size` tokens;
-    returns whether it did. A new row is the mean of the old ones: a new token is about as likely as
-    an average one (Hewitt 2021), and all ranks compute the same. Tied weights stay tied; other
-    weights with a row for each token are refused. Call it before `model` gets an engine, and
-    outside transformers' ZeRO-3 mode; new parameters are whole until `deepspeed.initialize`."""
-    config = model.config.get_text_config()
-    if size <= config.vocab_size:
-        return False
-    modules = [
-        module
-        for module in (model.get_input_embeddings(), model.get_output_embeddings())
-        if module is not None
-    ]
-    grown: dict[nn.Parameter, nn.Parameter] = {}  # tied weights are one parameter
-    for module in modules:
-        for name, old in list(module.named_parameters(recurse=False)):
-            if old not in grown:
-                grown[old] = nn.Parameter(
-                    _with_mean_rows(old, size), requires_grad=old.requires_grad
-                )
-            setattr(module, name, grown[old])
-        for count in ("num_embeddings", "out_features"):
-            if hasattr(module, count):
-                setattr(module, count, size)
-    config.vocab_size = size
-    with torch.device("meta"):
-        wanted = dict(type(model)(model.config).named_parameters(remove_duplicate=False))
-    others = [
-        name
-        for name, weight in model.named_parameters()
-        if tuple(getattr(weight, "ds_shape", weight.shape)) != wanted[name].shape
-    ]
-    if others:
-        raise UserError(
-            f"--resize_vocabulary: {type(model).__name__} keeps a row for each token in {others[0]}"
-            " too; take a model that has only an embedding and a head, or a tokenizer without"
-            " added tokens"
-        )
-    if hasattr(model, "vocab_size"):
-        model.vocab_size = size
-    return True
-
-
-def _with_mean_rows(weight: nn.Parameter, size: int) -> Tensor:
-    """A whole copy of `weight` (rows, ...), followed by rows of its mean: (size, ...)."""
-    with deepspeed.zero.GatheredParameters([weight]), torch.no_grad():
-        mean = weight.float().mean(dim=0, keepdim=True).to(weight.dtype)
-        return torch.cat([weight, mean.expand(size - weight.shape[0], *mean.shape[1:])])
-
-
-def check_weights(
-    kind: Any,
-    folder: str,
-    config: PretrainedConfig,
-    key_mapping: Mapping[str, str] | None = None,
-    allowed_missing: Set[str] = frozenset(),
-    allowed_unexpected: Set[str] = frozenset(),
-) -> Set[str]:
-    """Compare the checkpoint with the model on the meta device; returns the allowed names that are
-    missing. The result is kept for files that have not changed, as steps check all models first and
-    again when they load them. With `settings_only`, a folder without weights is not compared.
-    `kind`: a class of models, or an auto class; `key_mapping`: patterns that rename weights of the
-    checkpoint."""
-    if wants_settings_only() and not weight_files(folder):
-        log_once(f"note: {folder} holds no weights, so they are not compared with its config.json")
-        return frozenset()
-    key = (
-        kind.__module__,
-        kind.__name__,
-        config.to_json_string(use_diff=False),
-        *files_of(folder),
-        *sorted((key_mapping or {}).items()),
-        frozenset(allowed_missing),
-        frozenset(allowed_unexpected),
-    )
-    if key in _COMPARED:
-        return _COMPARED[key]
-    verbosity = transformers.logging.get_verbosity()
-    # it reports the same facts on a page
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    try:
-        with (
-            watchdog_paused(),
-            reading(f"{folder}: its weights cannot be read as those of a {type(config).__name__}"),
-        ):
-            model, info = kind.from_pretrained(
-                folder,
-                config=config,
-                device_map="meta",
-                output_loading_info=True,
-                key_mapping=key_mapping or None,
-                ignore_mismatched_sizes=True,
-            )
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-    integers = [name for name, value in model.named_buffers() if not value.is_floating_point()]
-    require_floating_point(folder, checkpoint_headers(folder), integers)
-    missing = set(info["missing_keys"])
-    unexpected = {
-        name for name in info["unexpected_keys"] if not name.startswith(LM_HEADS)
-    } - allowed_unexpected
-    if unexpected:
-        unexpected -= {
-            name for name, shape in checkpoint_shapes(folder).items() if is_old_buffer(name, shape)
-        }
-    wrong_shape = {
-        entry[0] if isinstance(entry, tuple) else str(entry) for entry in info["mismatched_keys"]
-    }
-    faults = []
-    for fault, names in (
-        ("missing", missing - allowed_missing),
-        ("unexpected", unexpected),
-        ("wrong shape", wrong_shape),
-    ):
-        if len(names) > MAX_NAMES:
-            more = f" and {len(names) - MAX_NAMES} more"
-        else:
-            more = ""
-        faults += [f"{fault}: {', '.join(sorted(names)[:MAX_NAMES])}{more}"] if names else []
-    if faults:
-        raise UserError(
-            f"{folder}: the checkpoint does not fit {type(config).__name__}: {'; '.join(faults)}"
-        )
-    _COMPARED[key] = missing & allowed_missing
-    return _COMPARED[key]

@@ -24,12 +24,8 @@ from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, move_files_up,
 from dschat_ppo.common.heartbeat import heartbeat, watchdog_paused
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import NonFiniteError, StorageError
-from dschat_ppo.models.adapters import (
-    adapter_layers,
-    is_adapter_parameter,
-    matrices_of,
-    merged_weight,
-)
+from dschat_ppo.models.adapter_merging import matrices_of, merged_weight
+from dschat_ppo.models.adapters import adapter_layers, is_adapter_parameter
 from dschat_ppo.models.architectures import first_position
 from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.models.model_folders import (

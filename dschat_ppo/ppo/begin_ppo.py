@@ -29,14 +29,10 @@ from dschat_ppo.episodes.rollouts import described_tools
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.models.adapters import adapter_settings
 from dschat_ppo.models.kernel_selection import check_long_sequences
-from dschat_ppo.models.loading import (
-    check_sequence_classifier,
-    check_vocabulary,
-    load_config,
-    require_length,
-)
+from dschat_ppo.models.loading import check_sequence_classifier, load_config, require_length
 from dschat_ppo.models.model_folders import base_folder, is_adapter_folder, model_folder, with_bases
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer, read_tokenizer
+from dschat_ppo.models.vocabulary import check_vocabulary
 from dschat_ppo.ppo.generation_settings import check_stop_ids
 from dschat_ppo.ppo.mini_dataset import TextBatches
 from dschat_ppo.ppo.own_algorithms import check_own_functions

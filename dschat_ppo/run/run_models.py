@@ -11,8 +11,9 @@ from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.models.kernel_selection import check_long_sequences
-from dschat_ppo.models.loading import check_causal_lm, check_vocabulary, load_config, require_length
+from dschat_ppo.models.loading import check_causal_lm, load_config, require_length
 from dschat_ppo.models.tokenizers import read_tokenizer
+from dschat_ppo.models.vocabulary import check_vocabulary
 from dschat_ppo.run.session import naming
 
 

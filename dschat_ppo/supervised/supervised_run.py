@@ -29,14 +29,10 @@ from dschat_ppo.engine.router_term import router_top_k
 from dschat_ppo.errors import StorageError, UserError, counted
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.kernel_selection import check_long_sequences
-from dschat_ppo.models.loading import (
-    check_sequence_classifier,
-    check_vocabulary,
-    load_config,
-    require_length,
-)
+from dschat_ppo.models.loading import check_sequence_classifier, load_config, require_length
 from dschat_ppo.models.model_folders import base_folder, model_folder, with_bases
 from dschat_ppo.models.tokenizers import load_tokenizer
+from dschat_ppo.models.vocabulary import check_vocabulary
 from dschat_ppo.models.weight_headers import checkpoint_shapes
 from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.nonfinite import NonFinitePolicy, ReproBundles

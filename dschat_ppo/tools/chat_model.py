@@ -24,12 +24,12 @@ from dschat_ppo.models.architectures import first_position
 from dschat_ppo.models.loading import (
     check_causal_lm,
     check_sequence_classifier,
-    check_vocabulary,
     load_causal_lm,
     load_config,
 )
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.tokenizers import load_tokenizer
+from dschat_ppo.models.vocabulary import check_vocabulary
 from dschat_ppo.ppo.generation_settings import end_ids
 from dschat_ppo.rollout.generator import GenerationConfig
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria

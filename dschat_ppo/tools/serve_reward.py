@@ -114,11 +114,11 @@ def text_scorer(
     from dschat_ppo.data.encode import encode_finished
     from dschat_ppo.models.loading import (
         check_sequence_classifier,
-        check_vocabulary,
         load_config,
         load_sequence_classifier,
     )
     from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
+    from dschat_ppo.models.vocabulary import check_vocabulary
     from dschat_ppo.models.wrapped_models import ScalarModel
     from dschat_ppo.planner.number_format import dtype_for_tool
     from dschat_ppo.rewards.learned_reward import SEPARATOR, most_tokens, scores_in_batches

@@ -17,15 +17,14 @@ from dschat_ppo.config.run_flags import AdapterFlags
 from dschat_ppo.config.supervised_flags import LoraFlags
 from dschat_ppo.engine.shared_base import classifier_over_base, model_over_base
 from dschat_ppo.errors import UserError
+from dschat_ppo.models.adapter_merging import adapters_merged, load_merged
 from dschat_ppo.models.adapters import (
     AdapterSettings,
     adapter_layers,
     adapter_settings,
     add_adapter,
     is_adapter_parameter,
-    load_merged,
     lora_targets,
-    merged,
 )
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
 
@@ -256,7 +255,7 @@ def test_weights_inside_are_those_of_pefts_merge_and_come_back_bit_for_bit(
         path: layer.get_base_layer().weight for path, layer in adapter_layers(by_peft).items()
     }
     for _ in range(3):
-        with merged(model, originals_on_host=on_host):
+        with adapters_merged(model, originals_on_host=on_host):
             assert not adapter_layers(model)
             for path, weight in wanted.items():
                 layer = model.get_submodule(path)
@@ -287,7 +286,7 @@ def test_disposable_weights_are_merged_in_place_and_restored_only_if_they_are_th
     weight, kept = layer.base_layer.weight, model.model.layers[0].mlp.down_proj.base_layer.weight
     weight.ds_tensor = weight.data.view(-1) if is_partition else torch.zeros(3)
     address, before, other = weight.data_ptr(), weight.detach().clone(), kept.detach().clone()
-    with merged(model, disposable=[weight]):
+    with adapters_merged(model, disposable=[weight]):
         inside = weight.detach().clone()
         assert (weight.data_ptr() == address) is not is_partition and not torch.equal(
             inside, before
@@ -299,7 +298,7 @@ def test_disposable_weights_are_merged_in_place_and_restored_only_if_they_are_th
 def test_an_error_inside_restores_the_model():
     model = adapted("llama")
     before, layers = tensors(model), adapter_layers(model)
-    with pytest.raises(KeyError), merged(model):
+    with pytest.raises(KeyError), adapters_merged(model):
         raise KeyError
     assert adapter_layers(model) == layers
     assert all(
@@ -314,7 +313,7 @@ def test_a_quantised_layer_keeps_its_adapter_beside_it():
     layer.base_layer.weight = nn.Parameter(
         layer.base_layer.weight.to(torch.int8), requires_grad=False
     )
-    with merged(model):
+    with adapters_merged(model):
         assert adapter_layers(model) == {"model.layers.0.self_attn.q_proj": layer}
 
 

@@ -41,9 +41,6 @@ from dschat_ppo.models.architectures import check_classifier_config, classifier_
 from dschat_ppo.models.loading import (
     check_causal_lm,
     check_sequence_classifier,
-    check_vocabulary,
-    check_weights,
-    grow_vocabulary,
     load_causal_lm,
     load_config,
     load_sequence_classifier,
@@ -52,6 +49,8 @@ from dschat_ppo.models.loading import (
 from dschat_ppo.models.model_folders import settings_only
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.tokenizers import load_tokenizer
+from dschat_ppo.models.vocabulary import check_vocabulary, grow_vocabulary
+from dschat_ppo.models.weight_comparison import check_weights
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.run.session import naming
 

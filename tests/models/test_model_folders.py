@@ -26,7 +26,6 @@ from dschat_ppo.models import model_folders
 from dschat_ppo.models.loading import (
     check_causal_lm,
     check_sequence_classifier,
-    check_vocabulary,
     load_causal_lm,
     load_config,
 )
@@ -38,6 +37,7 @@ from dschat_ppo.models.model_folders import (
     wanted_files,
 )
 from dschat_ppo.models.tokenizers import load_tokenizer
+from dschat_ppo.models.vocabulary import check_vocabulary
 from dschat_ppo.models.weight_headers import checkpoint_shapes, is_old_buffer, weight_files
 
 

@@ -1,0 +1,117 @@
+"""Compare the weights of a checkpoint with those of a model, by names and shapes, before they are
+loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Any
+
+import transformers
+from transformers import PretrainedConfig
+
+from dschat_ppo.common.heartbeat import watchdog_paused
+from dschat_ppo.common.logging import log_once
+from dschat_ppo.errors import UserError, reading
+from dschat_ppo.models.adapters import LM_HEADS
+from dschat_ppo.models.model_folders import files_of, wants_settings_only
+from dschat_ppo.models.weight_headers import (
+    checkpoint_headers,
+    checkpoint_shapes,
+    is_old_buffer,
+    require_floating_point,
+    weight_files,
+)
+
+MAX_NAMES = 6  # of weights, in a message
+# models that fit -> the allowed names that are missing
+_COMPARED: dict[tuple[Any, ...], Set[str]] = {}
+
+
+def check_weights(
+    kind: Any,
+    folder: str,
+    config: PretrainedConfig,
+    key_mapping: Mapping[str, str] | None = None,
+    allowed_missing: Set[str] = frozenset(),
+    allowed_unexpected: Set[str] = frozenset(),
+) -> Set[str]:
+    """Compare the checkpoint with the model on the meta device; returns the allowed names that are
+    missing. The result is kept for files that have not changed, as steps check all models first and
+    again when they load them. With `settings_only`, a folder without weights is not compared.
+    `kind`: a class of models, or an auto class; `key_mapping`: patterns that rename weights of the
+    checkpoint."""
+    if wants_settings_only() and not weight_files(folder):
+        log_once(f"note: {folder} holds no weights, so they are not compared with its config.json")
+        return frozenset()
+    key = (
+        kind.__module__,
+        kind.__name__,
+        config.to_json_string(use_diff=False),
+        *files_of(folder),
+        *sorted((key_mapping or {}).items()),
+        frozenset(allowed_missing),
+        frozenset(allowed_unexpected),
+    )
+    if key in _COMPARED:
+        return _COMPARED[key]
+    info, integers = _compared_by_transformers(kind, folder, config, key_mapping)
+    require_floating_point(folder, checkpoint_headers(folder), integers)
+    missing = set(info["missing_keys"])
+    unexpected = {name for name in info["unexpected_keys"] if not name.startswith(LM_HEADS)}
+    unexpected -= allowed_unexpected
+    if unexpected:
+        unexpected -= {
+            name for name, shape in checkpoint_shapes(folder).items() if is_old_buffer(name, shape)
+        }
+    wrong_shape = set()
+    for entry in info["mismatched_keys"]:
+        wrong_shape.add(entry[0] if isinstance(entry, tuple) else str(entry))
+    faults = []
+    for fault, names in (
+        ("missing", missing - allowed_missing),
+        ("unexpected", unexpected),
+        ("wrong shape", wrong_shape),
+    ):
+        if names:
+            faults.append(f"{fault}: {_first_names(names)}")
+    if faults:
+        raise UserError(
+            f"{folder}: the checkpoint does not fit {type(config).__name__}: {'; '.join(faults)}"
+        )
+    _COMPARED[key] = missing & allowed_missing
+    return _COMPARED[key]
+
+
+def _compared_by_transformers(
+    kind: Any, folder: str, config: PretrainedConfig, key_mapping: Mapping[str, str] | None
+) -> tuple[dict[str, Any], list[str]]:
+    """transformers' record of how the weights in `folder` differ from the model's, which it builds
+    on the meta device, and the names of the model's buffers that are not of floating point."""
+    verbosity = transformers.logging.get_verbosity()
+    # it reports the same facts on a page
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    try:
+        with (
+            watchdog_paused(),
+            reading(f"{folder}: its weights cannot be read as those of a {type(config).__name__}"),
+        ):
+            model, info = kind.from_pretrained(
+                folder,
+                config=config,
+                device_map="meta",
+                output_loading_info=True,
+                key_mapping=key_mapping or None,
+                ignore_mismatched_sizes=True,
+            )
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    integers = [name for name, buffer in model.named_buffers() if not buffer.is_floating_point()]
+    return info, integers
+
+
+def _first_names(names: Set[str]) -> str:
+    """The first `MAX_NAMES` of `names`, and how many more there are."""
+    text = ", ".join(sorted(names)[:MAX_NAMES])
+    if len(names) > MAX_NAMES:
+        text += f" and {len(names) - MAX_NAMES} more"
+    return text
