@@ -161,14 +161,14 @@ def _carried_back(terms: Tensor, factors: Tensor) -> Tensor:
     on. Columns appended with terms of 0 change no bit of the others, so the width of a micro-batch
     does not matter.
     """
-    found = terms.clone()
+    sums = terms.clone()
     step = 1
-    while step < found.shape[1]:
-        found[:, :-step] += factors[:, : found.shape[1] - step] * found[:, step:]
+    while step < sums.shape[1]:
+        sums[:, :-step] += factors[:, : sums.shape[1] - step] * sums[:, step:]
         # over 2 step columns, where so many follow
         factors = factors[:, :-step] * factors[:, step:]
         step *= 2
-    return found
+    return sums
 
 
 def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:

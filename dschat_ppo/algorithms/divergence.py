@@ -102,10 +102,10 @@ def fused_divergence(  # noqa: PLR0913
     that is infinite becomes large.
     """
     columns, rows = block_shape(hidden, block_bytes, SHARE_OF_BLOCK)
-    found: Tensor = _FusedDivergence.apply(  # type: ignore[no-untyped-call]
+    divergences: Tensor = _FusedDivergence.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, teacher, divergence, temperature, head, columns, rows, forbidden
     )
-    return found
+    return divergences
 
 
 class _FusedDivergence(torch.autograd.Function):
@@ -123,8 +123,12 @@ class _FusedDivergence(torch.autograd.Function):
         rows: int,
         forbidden: Forbidden | None,
     ) -> Tensor:
-        ctx.teacher, ctx.divergence, ctx.forbidden = teacher, divergence, forbidden
-        ctx.temperature, ctx.head, ctx.columns = temperature, head, columns
+        ctx.teacher = teacher
+        ctx.divergence = divergence
+        ctx.forbidden = forbidden
+        ctx.temperature = temperature
+        ctx.head = head
+        ctx.columns = columns
         ctx.pieces = row_pieces(hidden.shape[0], rows)
         layer = OutputLayer(hidden, weight, bias, head)
         of_piece = _of_all_tokens
@@ -132,23 +136,24 @@ class _FusedDivergence(torch.autograd.Function):
             of_piece = _of_top_tokens
         with teacher.whole():
             ctx.width = min(weight.shape[0], teacher.weight.shape[0])
-            found = [of_piece(ctx, layer, piece) for piece in ctx.pieces]
-        values, *kept = (torch.cat(parts) for parts in zip(*found, strict=True))
-        ctx.save_for_backward(hidden, weight, bias, *kept)
+            of_pieces = [of_piece(ctx, layer, piece) for piece in ctx.pieces]
+        columns_of_pieces = zip(*of_pieces, strict=True)
+        values, *for_gradient = [torch.cat(pieces) for pieces in columns_of_pieces]
+        ctx.save_for_backward(hidden, weight, bias, *for_gradient)
         return values
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, *kept = ctx.saved_tensors
+        hidden, weight, bias, *for_gradient = ctx.saved_tensors
         layer = OutputLayer(hidden, weight, bias, ctx.head)
         of_block = _gradient_of_all_tokens
         if ctx.divergence.top_k:
             of_block = _gradient_of_top_tokens
 
         def gradient(block: slice, piece: slice) -> Tensor:
-            logits, tanh = _logits(ctx, layer, block, piece)
-            of_logits = of_block(ctx, logits, [each[piece] for each in kept], block, piece)
+            logits, tanh = _finite_logits(ctx, layer, block, piece)
+            of_logits = of_block(ctx, logits, [each[piece] for each in for_gradient], block, piece)
             return of_product_(
                 of_logits.mul_(grad[piece].unsqueeze(1)), tanh, ctx.head, ctx.temperature
             )
@@ -158,7 +163,7 @@ class _FusedDivergence(torch.autograd.Function):
         return *gradients, *[None] * 7
 
 
-def _logits(
+def _finite_logits(
     ctx: Any, layer: OutputLayer, block: slice, piece: slice
 ) -> tuple[Tensor, Tensor | None]:
     """Logits / temperature of a block of tokens, (rows, columns) fp32, and the `tanh` of a soft
@@ -197,15 +202,20 @@ def _of_all_tokens(ctx: Any, student: OutputLayer, piece: slice) -> tuple[Tensor
     mean = torch.zeros_like(lse_p)
     of_student = torch.zeros_like(lse_p)
     for block in _blocks(ctx):
-        z_p, z_q = (_logits(ctx, layer, block, piece)[0] for layer in (student, teacher))
-        before = lse_q if kind == "forward_kl" else lse_p
-        lse_p, lse_q = (
-            torch.logaddexp(a, z.logsumexp(dim=1)) for a, z in ((lse_p, z_p), (lse_q, z_q))
-        )
-        own, other, after = (z_q, z_p, lse_q) if kind == "forward_kl" else (z_p, z_q, lse_p)
-        if kind != "jsd":
-            shares = torch.exp(own - after.unsqueeze(1))
-            mean = mean * torch.exp(before - after) + torch.linalg.vecdot(shares, own - other)
+        z_p = _finite_logits(ctx, student, block, piece)[0]
+        z_q = _finite_logits(ctx, teacher, block, piece)[0]
+        lse_p_before = lse_p
+        lse_q_before = lse_q
+        lse_p = _log_sum(lse_p, z_p)
+        lse_q = _log_sum(lse_q, z_q)
+        if kind == "reverse_kl":
+            shares = torch.exp(z_p - lse_p.unsqueeze(1))
+            fading = torch.exp(lse_p_before - lse_p)
+            mean = mean * fading + torch.linalg.vecdot(shares, z_p - z_q)
+        elif kind == "forward_kl":
+            shares = torch.exp(z_q - lse_q.unsqueeze(1))
+            fading = torch.exp(lse_q_before - lse_q)
+            mean = mean * fading + torch.linalg.vecdot(shares, z_q - z_p)
     if kind == "reverse_kl":
         divergence = mean - lse_p + lse_q
         return divergence, lse_p, lse_q, divergence
@@ -213,8 +223,8 @@ def _of_all_tokens(ctx: Any, student: OutputLayer, piece: slice) -> tuple[Tensor
         return mean - lse_q + lse_p, lse_p, lse_q, of_student
     of_teacher = torch.zeros_like(lse_p)
     for block in _blocks(ctx):
-        log_p = _logits(ctx, student, block, piece)[0].sub_(lse_p.unsqueeze(1))
-        log_q = _logits(ctx, teacher, block, piece)[0].sub_(lse_q.unsqueeze(1))
+        log_p = _finite_logits(ctx, student, block, piece)[0].sub_(lse_p.unsqueeze(1))
+        log_q = _finite_logits(ctx, teacher, block, piece)[0].sub_(lse_q.unsqueeze(1))
         log_m = _log_mixture(log_p, log_q, beta)
         of_teacher += torch.linalg.vecdot(log_q.exp(), log_q - log_m)
         of_student += torch.linalg.vecdot(log_p.exp(), log_p - log_m)
@@ -230,7 +240,7 @@ def _gradient_of_all_tokens(
     beta = ctx.divergence.beta
     lse_p, lse_q, of_student = (each.unsqueeze(1) for each in kept[:3])
     log_p = z_p.sub_(lse_p)
-    log_q = _logits(ctx, ctx.teacher, block, piece)[0].sub_(lse_q)
+    log_q = _finite_logits(ctx, ctx.teacher, block, piece)[0].sub_(lse_q)
     if kind == "forward_kl":
         return log_p.exp_().sub_(log_q.exp_())
     if kind == "reverse_kl":
@@ -255,8 +265,8 @@ def _of_top_tokens(ctx: Any, student: OutputLayer, piece: slice) -> tuple[Tensor
     tail_p = top_p.new_full((len(hidden),), -torch.inf)  # log of the sum of exponentials
     tail_q = tail_p.clone()
     for block in _blocks(ctx):
-        z_p = _logits(ctx, student, block, piece)[0]
-        z_q = _logits(ctx, teacher, block, piece)[0]
+        z_p = _finite_logits(ctx, student, block, piece)[0]
+        z_q = _finite_logits(ctx, teacher, block, piece)[0]
         columns = z_q.topk(min(top_k, z_q.shape[1]), dim=1).indices  # (rows, up to k)
         top_p = torch.cat([top_p, z_p.gather(1, columns)], dim=1)
         top_q = torch.cat([top_q, z_q.gather(1, columns)], dim=1)

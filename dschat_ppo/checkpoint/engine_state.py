@@ -106,8 +106,9 @@ def save_engine(engine: Engine, folder: Path, writer: BackgroundWriter) -> None:
         writer.save(common, folder / COMMON)
     if engine.zero_optimization() or dist.is_main():
         masters = flat_masters(engine)
-        held = engine.basic_optimizer.state
-        states = [held.get(master, {}) for master in masters]  # empty before the first step
+        optimizer_state = engine.basic_optimizer.state
+        # empty before the first step
+        states = [optimizer_state.get(master, {}) for master in masters]
         shard = {
             "fragments": [astuple(fragment) for fragment in _fragments_of(engine)],
             "flats": [
@@ -162,7 +163,7 @@ def load_engine(engine: Engine, folder: Path) -> None:
         shards, _fragments_of(engine), [tensor.numel() for tensor in flat_masters(engine)]
     )
     with quiet_prints():
-        _install(engine, flats, shards[0]["steps"])
+        _load_flats(engine, flats, shards[0]["steps"])
     if shards[0]["loss_scale"] and common["dtype"] == dtype_of(engine):
         vars(engine.optimizer.loss_scaler).update(shards[0]["loss_scale"])
     engine.module.load_state_dict(common["buffers"], strict=False)
@@ -184,9 +185,9 @@ def resume_schedule(engine: Engine, saved: Mapping[str, Any]) -> None:
 
 
 def _require_same_parameters(folder: Path, common: Mapping[str, Any], engine: Any) -> None:
-    own = _shapes_of(engine)
+    shapes = _shapes_of(engine)
     saved = common["shapes"]
-    differing = [name for name in {**own, **saved} if saved.get(name) != own.get(name)]
+    differing = [name for name in {**shapes, **saved} if saved.get(name) != shapes.get(name)]
     differing += sorted(_buffers_of(engine.module).keys() ^ common["buffers"].keys())
     if differing:
         raise UserError(
@@ -218,11 +219,11 @@ def partitioned_fragments(
     for flat, group in enumerate(shapes):
         offset = 0
         for name, shape in group.items():
-            part = -(-shape.numel() // ranks)
-            length = min(part, shape.numel() - rank * part)
+            share = -(-shape.numel() // ranks)
+            length = min(share, shape.numel() - rank * share)
             if length > 0:
-                fragments.append(Fragment(name, rank * part, length, flat, offset))
-            offset += part
+                fragments.append(Fragment(name, rank * share, length, flat, offset))
+            offset += share
     return fragments
 
 
@@ -239,12 +240,12 @@ def _fragments_of(engine: Any) -> list[Fragment]:
         ]
     fragments = []
     for weight, name in engine.param_names.items():
-        held = getattr(weight, "_hp_mapping", None)  # None: other ranks hold it, or it is frozen
-        if held is not None:
-            here = held.lp_fragment_address
-            there = held.hp_fragment_address
+        mapping = getattr(weight, "_hp_mapping", None)  # None: other ranks hold it, or it is frozen
+        if mapping is not None:
+            here = mapping.lp_fragment_address
+            there = mapping.hp_fragment_address
             fragments.append(
-                Fragment(name, here.start, here.numel, held.param_group_index, there.start)
+                Fragment(name, here.start, here.numel, mapping.param_group_index, there.start)
             )
     return fragments
 
@@ -264,15 +265,15 @@ def gather(
     return flats
 
 
-def whole_weights(folder: Path, common: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def master_weights(folder: Path, common: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Name and fp32 master weight, whole and in its shape on the host, of each parameter that the
     states hold. One at a time: the states themselves stay in their mapped files. `common` is
     `common_state(folder)`."""
     saved = _pieces(read_shards(folder, common))
     for name, shape in common["shapes"].items():
-        whole = {WEIGHTS: torch.empty(shape.numel())}
-        _copy(saved[name], Fragment(name, 0, shape.numel(), 0, 0), whole)
-        yield name, whole[WEIGHTS].view(shape)
+        flat = {WEIGHTS: torch.empty(shape.numel())}
+        _copy(saved[name], Fragment(name, 0, shape.numel(), 0, 0), flat)
+        yield name, flat[WEIGHTS].view(shape)
 
 
 def _pieces(
@@ -309,30 +310,30 @@ def _copy(
         )
 
 
-def _install(engine: Engine, flats: Sequence[Mapping[str, Tensor]], steps: int) -> None:
+def _load_flats(engine: Engine, flats: Sequence[Mapping[str, Tensor]], steps: int) -> None:
     """Load the flat tensors into the engine, in the form of its state dict."""
     masters = flat_masters(engine)
     moments: dict[int, dict[str, Any]] = {}
     if steps:
-        for number, (master, flat) in enumerate(zip(masters, flats, strict=True)):
-            moments[number] = {key: flat[key].view_as(master) for key in MOMENTS if key in flat}
+        for index, (master, flat) in enumerate(zip(masters, flats, strict=True)):
+            moments[index] = {key: flat[key].view_as(master) for key in MOMENTS if key in flat}
             if "exp_avg" in flat:
-                moments[number]["step"] = torch.tensor(float(steps))
+                moments[index]["step"] = torch.tensor(float(steps))
     state = engine.optimizer.state_dict()
     if not engine.zero_optimization():
         for weight, flat in zip(masters, flats, strict=True):
             weight.data.copy_(flat[WEIGHTS].view_as(weight))
         engine.optimizer.load_state_dict(state | {"state": moments})
         return
-    whole = engine.zero_optimization_partition_weights()
-    state[OPTIMIZER_STATE_DICT if whole else BASE_OPTIMIZER_STATE]["state"] = moments
-    state[FP32_FLAT_GROUPS if whole else SINGLE_PARTITION_OF_FP32_GROUPS] = [
+    is_partitioned = engine.zero_optimization_partition_weights()
+    state[OPTIMIZER_STATE_DICT if is_partitioned else BASE_OPTIMIZER_STATE]["state"] = moments
+    state[FP32_FLAT_GROUPS if is_partitioned else SINGLE_PARTITION_OF_FP32_GROUPS] = [
         flat[WEIGHTS] for flat in flats
     ]
-    if whole:
+    if is_partitioned:
         engine.optimizer.checkpoint_event_prologue()
     engine.optimizer.load_state_dict([state] * dist.world_size(), load_from_fp32_weights=True)
-    if whole:
+    if is_partitioned:
         engine.optimizer.checkpoint_event_epilogue()
     else:
         engine.optimizer.update_lp_params()

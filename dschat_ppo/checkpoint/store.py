@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Iterable, Set
 from dataclasses import asdict, dataclass, fields
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,10 +70,10 @@ class Manifest:
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """The manifest of a checkpoint folder. A `UserError` names the folder and the fault."""
-        found = _read_manifest(folder)
-        if isinstance(found, str):
-            raise UserError(f"checkpoint {folder}: {found}")
-        return found
+        manifest = _read_manifest(folder)
+        if isinstance(manifest, str):
+            raise UserError(f"checkpoint {folder}: {manifest}")
+        return manifest
 
 
 def _seal(content: dict[str, Any]) -> str:
@@ -117,11 +116,13 @@ def damage(folder: Path, checksums: bool = True) -> str | None:
         for name, entry in manifest.files.items():
             if not (folder / name).is_file():
                 return f"{name} is missing"
-            if (size := (folder / name).stat().st_size) != entry["bytes"]:
+            size = (folder / name).stat().st_size
+            if size != entry["bytes"]:
                 return f"{name} has {size} bytes instead of {entry['bytes']}"
-        for name, entry in manifest.files.items() if checksums else ():
-            if checksum(folder / name) != entry["sha256"]:
-                return f"{name}: checksum differs: the file changed on disk"
+        if checksums:
+            for name, entry in manifest.files.items():
+                if checksum(folder / name) != entry["sha256"]:
+                    return f"{name}: checksum differs: the file changed on disk"
     except OSError as problem:
         return f"{name} cannot be read ({problem.strerror})"
     return None
@@ -129,7 +130,10 @@ def damage(folder: Path, checksums: bool = True) -> str | None:
 
 def checkpoint_name(step: int, update: int = 0) -> str:
     """Name of the checkpoint after `step` complete steps and `update` updates of the next one."""
-    return f"step_{step:06d}" + (f"_update_{update:04d}" if update else "")
+    name = f"step_{step:06d}"
+    if update:
+        name += f"_update_{update:04d}"
+    return name
 
 
 class CheckpointFolder:
@@ -141,12 +145,12 @@ class CheckpointFolder:
     def names(self, since: tuple[int, int] = (0, 0)) -> list[str]:
         """Names of the checkpoints, damaged or not, oldest first, from a position (step, update)
         on."""
-        found = []
+        positions = []
         for path in self.root.iterdir() if self.root.is_dir() else []:
-            number = _NAME.fullmatch(path.name)
-            if number and path.is_dir():
-                found.append(((int(number[1]), int(number[2] or 0)), path.name))
-        return [name for position, name in sorted(found) if position >= since]
+            match = _NAME.fullmatch(path.name)
+            if match and path.is_dir():
+                positions.append(((int(match[1]), int(match[2] or 0)), path.name))
+        return [name for position, name in sorted(positions) if position >= since]
 
     def clear_partials(self) -> None:
         """Remove what a crash left incomplete. Once at the start, with the lock held."""
@@ -158,16 +162,18 @@ class CheckpointFolder:
         return self.root / f"{name}{PARTIAL}"
 
     def make_partial(self, name: str, parts: Iterable[str] = ()) -> Path:
-        remove_folder(path := self.partial(name))
-        for folder in (path, *(path / part for part in parts)):
-            folder.mkdir(parents=True)
+        path = self.partial(name)
+        remove_folder(path)
+        path.mkdir(parents=True)
+        for subfolder in parts:
+            (path / subfolder).mkdir(parents=True)
         return path
 
     def commit(self, name: str) -> None:
         """Give the complete folder its name, once its files and manifest are on the disk.
         `StorageError`: files are missing or truncated."""
         partial = self.partial(name)
-        place = self.root / name
+        target = self.root / name
         fault = damage(partial, checksums=False)
         if fault:
             raise StorageError(
@@ -175,9 +181,9 @@ class CheckpointFolder:
                 " files while they were written; run the same command again"
             )
         sync_folder(partial)
-        if place.exists():
+        if target.exists():
             self._set_aside(name)
-        os.rename(partial, place)
+        os.rename(partial, target)
         sync_entries(self.root)
         sync_entries(self.root.parent)
         write_file(self.root / LATEST, name.encode())  # for people and scripts
@@ -188,11 +194,10 @@ class CheckpointFolder:
         complaints: list[str] = []
         left = [path.name for path in sorted(self.root.glob(f"*{SET_ASIDE}*"))]
         if not self.names() and (left or (self.root / LATEST).exists()):
+            hint = ""
             if left:
-                kept = f" (set aside: {', '.join(left)}; name one by --resume)"
-            else:
-                kept = ""
-            complaints.append(f"{self.root}: the checkpoints that were saved there are gone{kept}")
+                hint = f" (set aside: {', '.join(left)}; name one by --resume)"
+            complaints.append(f"{self.root}: the checkpoints that were saved there are gone{hint}")
         for name in reversed(self.names()):
             fault = damage(self.root / name)
             if fault is None:
@@ -214,11 +219,11 @@ class CheckpointFolder:
         newest checkpoint is damaged, or fewer than `limit` are intact. `best`, and those named by
         `protect`, always stay."""
         names = self.names()
-        whole = [name for name in names if damage(self.root / name, checksums=False) is None]
-        if len(whole) < limit or whole[-1] != names[-1]:
+        intact = [name for name in names if damage(self.root / name, checksums=False) is None]
+        if len(intact) < limit or intact[-1] != names[-1]:
             return []
-        kept = {*protect, self.best()}
-        doomed = [name for name in names[: names.index(whole[-limit])] if name not in kept]
+        protected = {*protect, self.best()}
+        doomed = [name for name in names[: names.index(intact[-limit])] if name not in protected]
         for name in doomed:
             self._remove(name)
         return doomed
@@ -242,12 +247,16 @@ class CheckpointFolder:
         """Rename the checkpoints that are later than this one, so that no run resumes from them."""
         manifest = Manifest.read(checkpoint)
         for name in self.names(since=(manifest.step, manifest.update + 1)):
-            place = self._set_aside(name)
+            renamed = self._set_aside(name)
             logger().warning(
-                f"{self.root / name} is later than {checkpoint.name}: set aside as {place.name}"
+                f"{self.root / name} is later than {checkpoint.name}: set aside as {renamed.name}"
             )
         sync_entries(self.root)  # after a power loss the old names must not be there again
 
     def _set_aside(self, name: str) -> Path:
-        places = (self.root / f"{name}{SET_ASIDE}{number or ''}" for number in count())
-        return (self.root / name).rename(next(place for place in places if not place.exists()))
+        target = self.root / f"{name}{SET_ASIDE}"
+        suffix = 1
+        while target.exists():
+            target = self.root / f"{name}{SET_ASIDE}{suffix}"
+            suffix += 1
+        return (self.root / name).rename(target)

@@ -38,20 +38,20 @@ def copy_overlaps(
     `ranks`: name -> part of each rank, in rank order, read one at a time; {} for a rank that held
     none."""
     seen = dict.fromkeys(mine, 0)
-    found = False
+    any_held = False
     for state in ranks:
         heartbeat()
-        found = found or bool(state)
+        any_held = any_held or bool(state)
         for name in state.keys() & mine.keys():
             saved = state[name].flatten()
-            first, part = mine[name]
+            first, shard = mine[name]
             # both are slices of one flat tensor
             begin = max(first, seen[name])
-            end = min(first + len(part), seen[name] + len(saved))
+            end = min(first + len(shard), seen[name] + len(saved))
             if begin < end:
-                part[begin - first : end - first] = saved[begin - seen[name] : end - seen[name]]
+                shard[begin - first : end - first] = saved[begin - seen[name] : end - seen[name]]
             seen[name] += len(saved)
-    return found
+    return any_held
 
 
 class MovingAverage:
@@ -77,7 +77,7 @@ class MovingAverage:
 
     def begin(self) -> None:
         """Reset the average to the current weights."""
-        kept = {
+        averaged_here = {
             name: p
             for name, p in self._parameters.items()
             if self._owners.get(name, dist.rank()) == dist.rank()
@@ -85,14 +85,14 @@ class MovingAverage:
         layout = torch.contiguous_format
         self._parts = {
             name: _held(weight).cpu().float().clone(memory_format=layout)
-            for name, weight in kept.items()
+            for name, weight in averaged_here.items()
         }
 
     @torch.no_grad()
     def update(self) -> None:
         """Update the average; to be called after each optimizer step."""
-        for name, part in self._parts.items():
-            part.lerp_(self._on_host(_held(self._parameters[name])).float(), 1 - self._decay)
+        for name, average in self._parts.items():
+            average.lerp_(self._on_host(_held(self._parameters[name])).float(), 1 - self._decay)
 
     def _on_host(self, weight: Tensor) -> Tensor:
         """A weight in host memory and its dtype, until the next call; from a GPU by pinned memory,
@@ -106,18 +106,18 @@ class MovingAverage:
     def gathered(self) -> dict[str, Tensor]:
         """The whole averages of the parameters that train, in their dtype, on rank 0; {} on other
         ranks. Collective."""
-        whole = {}
+        averages = {}
         for name, weight in self._parameters.items():
             if is_partitioned(weight):
-                part = dist.gather_cat(self._parts[name].to(dist.device())).cpu()
+                average = dist.gather_cat(self._parts[name].to(dist.device())).cpu()
             else:
-                part = dist.broadcast(self._parts.get(name, weight.detach()), self._owners[name])
+                average = dist.broadcast(self._parts.get(name, weight.detach()), self._owners[name])
             if dist.is_main():
                 # ZeRO-3 empties `shape`
                 shape = torch.Size(getattr(weight, "ds_shape", weight.shape))
                 # without ZeRO-3's padding
-                whole[name] = part.flatten()[: shape.numel()].view(shape).to(weight.dtype)
-        return whole
+                averages[name] = average.flatten()[: shape.numel()].view(shape).to(weight.dtype)
+        return averages
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's parts; {} if it holds none."""
@@ -131,7 +131,7 @@ class MovingAverage:
             for name, p in self._parts.items()
         }
         return copy_overlaps(
-            {name: (firsts[name], part.view(-1)) for name, part in self._parts.items()}, ranks
+            {name: (firsts[name], average.view(-1)) for name, average in self._parts.items()}, ranks
         )
 
 
@@ -140,12 +140,16 @@ def whole_averages(
 ) -> dict[str, Tensor]:
     """Whole fp32 averages, by the `shapes` of the averaged parameters; `ranks` as in
     `MovingAverage.restore`."""
-    parts: dict[str, list[Tensor]] = {}
+    shards: dict[str, list[Tensor]] = {}
     for state in ranks:
         for name in state.keys() & shapes.keys():
-            parts.setdefault(name, []).append(state[name].flatten())
-    # without the padding of ZeRO-3
-    return {n: torch.cat(held)[: shapes[n].numel()].view(shapes[n]) for n, held in parts.items()}
+            shards.setdefault(name, []).append(state[name].flatten())
+    averages = {}
+    for name, rank_shards in shards.items():
+        shape = shapes[name]
+        # without the padding of ZeRO-3
+        averages[name] = torch.cat(rank_shards)[: shape.numel()].view(shape)
+    return averages
 
 
 def pinned(size: int) -> Tensor:

@@ -102,16 +102,16 @@ def train_config(  # noqa: PLR0913
         # At stage 1, DeepSpeed would otherwise keep the bf16 gradients too, from one micro-batch to
         # the next.
         config["bf16"]["immediate_grad_update"] = True
-    made = merge(config, overlay or {})
-    zero = made["zero_optimization"]
+    settings = merge(config, overlay or {})
+    zero = settings["zero_optimization"]
     if zero["stage"] == 0 and dtype != "fp32":
         zero["stage"] = 1
     offload = (zero.get("offload_optimizer") or {}).get("device", "none")
     if dtype == "bf16" and zero["stage"] == 1 and offload == "none":
         # The sums are in fp32. In bf16, DeepSpeed would round them, and copy them for that, so that
         # the number of ranks changed a gradient.
-        made.setdefault("communication_data_type", "fp32")
-    return made
+        settings.setdefault("communication_data_type", "fp32")
+    return settings
 
 
 def config_of_run(
@@ -192,7 +192,7 @@ def merge(base: Config, overlay: Config) -> Config:
 def read_overlay(path: str | None) -> Config:
     """The settings of `--deepspeed_config`; {} without a file. Without those that the trainer
     derives (see `require_agreement`) and "auto", which means what the flags or DeepSpeed set."""
-    return {key: value for key, value in _settings_of(path).items() if key not in DERIVED}
+    return {key: value for key, value in _checked_settings(path).items() if key not in DERIVED}
 
 
 def require_agreement(config: StepConfig, ranks: int) -> None:
@@ -200,8 +200,8 @@ def require_agreement(config: StepConfig, ranks: int) -> None:
     the flags."""
     path = config.run.deepspeed_config
     run = config.run
-    settings = _settings_of(path)
-    kind = _value_at(settings, "optimizer.type")
+    settings = _checked_settings(path)
+    kind = _setting_at(settings, "optimizer.type")
     muon = run.optimizer == "muon"
     require(
         kind is None or str(kind).lower() in (("muon",) if muon else ("adam", "adamw")),
@@ -251,7 +251,7 @@ def require_agreement(config: StepConfig, ranks: int) -> None:
             ("scheduler.type", "lr_scheduler_type", flags["lr_scheduler_type"]),
         ]
     for setting, flag, value in ours:
-        theirs = meant = _value_at(settings, setting)
+        theirs = meant = _setting_at(settings, setting)
         if setting == "scheduler.type":
             meant = SCHEDULES.get(str(theirs).lower(), theirs)
         elif (
@@ -268,12 +268,12 @@ def require_agreement(config: StepConfig, ranks: int) -> None:
         )
 
 
-def _value_at(settings: Config, place: str) -> Any:
+def _setting_at(settings: Config, path: str) -> Any:
     """The value at a place such as "optimizer.params.lr"; None if there is none."""
-    found: Any = settings
-    for key in place.split("."):
-        found = found.get(key) if isinstance(found, dict) else None
-    return found
+    level: Any = settings
+    for key in path.split("."):
+        level = level.get(key) if isinstance(level, dict) else None
+    return level
 
 
 def _without_auto(settings: Config) -> Config:
@@ -284,7 +284,7 @@ def _without_auto(settings: Config) -> Config:
     }
 
 
-def _settings_of(path: str | None) -> Config:
+def _checked_settings(path: str | None) -> Config:
     if path is None:
         return {}
     text = read_settings("--deepspeed_config", path)
@@ -307,7 +307,7 @@ def _settings_of(path: str | None) -> Config:
             )
     for section in ("offload_optimizer", "offload_param"):
         require(
-            _value_at(settings, f"zero_optimization.{section}.device") != "nvme",
+            _setting_at(settings, f"zero_optimization.{section}.device") != "nvme",
             f"--deepspeed_config {path}: zero_optimization.{section}.device is nvme, but"
             " checkpoints would not hold what is there: use cpu",
         )

@@ -37,10 +37,10 @@ class Fault:
     random_state: list[Tensor] = field(repr=False, compare=False)
 
     def __str__(self) -> str:
-        place = f"rank {self.rank}, micro-batch {self.micro_batch}"
+        position = f"rank {self.rank}, micro-batch {self.micro_batch}"
         if self.kind == "norm":
-            return f"the norm of the gradients is not finite (the largest: {place})"
-        return f"the {self.kind} is not finite ({place})"
+            return f"the norm of the gradients is not finite (the largest: {position})"
+        return f"the {self.kind} is not finite ({position})"
 
 
 @dataclass(frozen=True)
@@ -75,22 +75,25 @@ def _fault(of: Literal["loss", "gradient"], numbers: Tensor, state: list[Tensor]
     `Fault.random_state`."""
     everywhere = gather_cat(numbers.unsqueeze(0))  # (ranks, M)
     bad = ~everywhere.isfinite()
-    found = bool(bad.any())
-    if of == "loss" and not found:
-        return None
-    rank, micro_batch = (bad if found else everywhere == everywhere.max()).nonzero()[0].tolist()
-    return Fault(of if found else "norm", rank, micro_batch, everywhere.tolist(), state)
+    kind: Literal["loss", "gradient", "norm"] = of
+    if not bad.any():
+        if of == "loss":
+            return None
+        kind = "norm"
+        bad = everywhere == everywhere.max()
+    rank, micro_batch = bad.nonzero()[0].tolist()
+    return Fault(kind, rank, micro_batch, everywhere.tolist(), state)
 
 
 @contextmanager
 def largest_gradient(module: nn.Module) -> Iterator[Callable[[], Tensor]]:
     """Yields a function: the largest absolute gradient of the block's backward passes so far, a
     scalar; NaN counts."""
-    found = [torch.zeros((), device=device())]
+    maxima = [torch.zeros((), device=device())]
 
     def record(gradient: Tensor) -> None:
         if gradient.numel():
-            found.append(gradient.detach().abs().max().float())
+            maxima.append(gradient.detach().abs().max().float())
 
     hooks = [
         parameter.register_hook(record)
@@ -98,7 +101,7 @@ def largest_gradient(module: nn.Module) -> Iterator[Callable[[], Tensor]]:
         if parameter.requires_grad
     ]
     try:
-        yield lambda: torch.stack(found).max()
+        yield lambda: torch.stack(maxima).max()
     finally:
         for hook in hooks:
             hook.remove()
@@ -113,10 +116,9 @@ def has_plain_optimizer(engine: Engine) -> bool:
 def loss_scale(engine: Engine) -> float:
     """Factor of the loss in the backward pass: 1 except in fp16, and in an engine that only
     evaluates."""
+    scaler = None
     if engine.fp16_enabled():
         scaler = getattr(engine.optimizer, "loss_scaler", None)
-    else:
-        scaler = None
     if scaler is None:
         return 1.0
     return float(scaler.cur_scale)
@@ -137,10 +139,9 @@ def skip_update(engine: Engine) -> None:
         engine.skipped_steps += 1
         return
     optimizer = engine.optimizer
+    scaler = None
     if engine.fp16_enabled():
         scaler = engine.optimizer.loss_scaler
-    else:
-        scaler = None
     with _infinite_norm(optimizer):
         if scaler is not None:
             optimizer.loss_scaler = LossScaler(scale=scaler.cur_scale)
@@ -213,8 +214,8 @@ def accumulate(
     ranks, hence the factor `world_size`."""
     state = random_state()
     losses = []
-    for number, micro_batch in enumerate(micro_batches, start=1):
-        engine.set_gradient_accumulation_boundary(number == len(micro_batches))
+    for ordinal, micro_batch in enumerate(micro_batches, start=1):
+        engine.set_gradient_accumulation_boundary(ordinal == len(micro_batches))
         loss = loss_of(micro_batch) * world_size()
         losses.append(loss.detach())
         engine.backward(loss, scale_wrt_gas=False)
@@ -272,8 +273,8 @@ def _find_gradient_fault(gradients: Gradients[MicroBatch]) -> Fault | None:
     largest = []
     after = random_state()
     set_random_state(gradients.random_state)
-    for number, micro_batch in enumerate(gradients.micro_batches, start=1):
-        engine.set_gradient_accumulation_boundary(number == len(gradients.micro_batches))
+    for ordinal, micro_batch in enumerate(gradients.micro_batches, start=1):
+        engine.set_gradient_accumulation_boundary(ordinal == len(gradients.micro_batches))
         with largest_gradient(engine.module) as seen:
             engine.backward(gradients.loss_of(micro_batch) * world_size(), scale_wrt_gas=False)
             largest.append(seen())
@@ -288,8 +289,7 @@ def learning_rates(engine: Engine) -> dict[str, float]:
     first = engine.optimizer.param_groups[0]
     last = engine.optimizer.param_groups[-1]
     name = "muon_lr" if last.get("use_muon") else "lora_lr"
+    rates = {"lr": float(engine.get_lr()[0])}
     if first["initial_lr"] != last["initial_lr"]:
-        own = {name: float(engine.get_lr()[-1])}
-    else:
-        own = {}
-    return {"lr": float(engine.get_lr()[0])} | own
+        rates[name] = float(engine.get_lr()[-1])
+    return rates

@@ -121,11 +121,11 @@ def require_finite_weights(role: str, engine: Engine) -> None:
     bad = []
     for name, weight in engine.module.named_parameters():
         if dist.is_partitioned(weight):
-            part = dist.own_part(weight)[1]
+            shard = dist.own_part(weight)[1]
         else:
-            part = weight.detach()
+            shard = weight.detach()
         # Without a copy: the least and the largest number are NaN if any number is.
-        if part.numel() and not torch.stack(torch.aminmax(part)).isfinite().all():
+        if shard.numel() and not torch.stack(torch.aminmax(shard)).isfinite().all():
             bad.append(name)
     problem = None
     if bad:
@@ -226,7 +226,7 @@ def write_model(
         elif hasattr(model.config, name):
             delattr(model.config, name)
     if not isinstance(module, ScalarModel):
-        model.generation_config = _generation_config(model, tokenizer, ends)
+        model.generation_config = _config_for_generation(model, tokenizer, ends)
     elif (
         first_position(model.config) == 0
     ):  # RoBERTa-like models count positions from PAD, so they keep it
@@ -288,12 +288,14 @@ def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Ten
     `state` has all weights, whole; `model` only gives names and scales. The product is computed in
     fp32 and rounded to the number format of the weight. On ranks without weights: {}."""
     merged = {name: weight for name, weight in state.items() if not is_adapter_parameter(name)}
-    for path, layer in adapter_layers(model).items() if state else ():
+    if not state:
+        return merged
+    for path, layer in adapter_layers(model).items():
         for name in [name for name in merged if name.startswith(f"{path}.base_layer.")]:
             merged[name.replace(".base_layer.", ".")] = merged.pop(name)
         weight = merged[f"{path}.weight"]
-        whole = merged_weight(layer, weight, *matrices_of(state, path))
-        merged[f"{path}.weight"] = whole.to(weight.dtype).contiguous()
+        weight_with_adapter = merged_weight(layer, weight, *matrices_of(state, path))
+        merged[f"{path}.weight"] = weight_with_adapter.to(weight.dtype).contiguous()
     return merged
 
 
@@ -323,9 +325,9 @@ def _write_whole(
 def _config_around(model: PreTrainedModel, source: Path) -> Any:
     if not (source / "config.json").is_file():
         return None
-    found = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    if hasattr(found, "text_config") and found.model_type != model.config.model_type:
-        return found
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    if hasattr(config, "text_config") and config.model_type != model.config.model_type:
+        return config
     return None
 
 
@@ -381,14 +383,14 @@ def _write_adapter(model: PreTrainedModel, state: dict[str, Tensor], folder: Pat
             setattr(config, name, sorted(value))
     config.save_pretrained(str(folder))
     if hasattr(model, SCORE):
-        whole = deepcopy(model.config)
+        model_config = deepcopy(model.config)
         # the folder may be loaded without quantised weights
-        if hasattr(whole, "quantization_config"):
-            del whole.quantization_config
-        whole.save_pretrained(folder)
+        if hasattr(model_config, "quantization_config"):
+            del model_config.quantization_config
+        model_config.save_pretrained(folder)
 
 
-def _generation_config(
+def _config_for_generation(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
 ) -> GenerationConfig:
     """The model's own generation config, with the EOS, the other ends of a response and the PAD of
@@ -399,8 +401,9 @@ def _generation_config(
     else:
         listed = [config.eos_token_id]
     trained = (tokenizer.eos_token_id, *ends)
-    kept = listed if set(listed) & set(trained) else []  # else they belong to another tokenizer
-    stops = list(dict.fromkeys((*trained, *kept)))
+    if not set(listed) & set(trained):
+        listed = []  # they belong to another tokenizer
+    stops = list(dict.fromkeys((*trained, *listed)))
     config.eos_token_id = stops if len(stops) > 1 else stops[0]
     config.pad_token_id = tokenizer.pad_token_id
     config.bos_token_id = tokenizer.bos_token_id

@@ -24,14 +24,14 @@ class MetricSums:
         self._sums: dict[str, dict[str, Tensor]] = {"means": {}, "parts": {}}
         self._maxima: dict[str, Tensor] = {}  # name -> scalar fp64
 
-    def _add(self, kind: str, name: str, part: Tensor) -> None:
-        self._sums[kind][name] = self._sums[kind].get(name, torch.zeros_like(part)) + part
+    def _add(self, kind: str, name: str, terms: Tensor) -> None:
+        self._sums[kind][name] = self._sums[kind].get(name, torch.zeros_like(terms)) + terms
 
     def add_mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Add `values`, of any shape, to the mean `name`; with a `mask` (same shape, bool) only
         where it is True."""
-        kept = values if mask is None else _selected(values, mask, 0.0)
-        self.add_sum(name, kept.sum(dtype=torch.float64), _count(values, mask))
+        counted_values = values if mask is None else _selected(values, mask, 0.0)
+        self.add_sum(name, counted_values.sum(dtype=torch.float64), _count_of(values, mask))
 
     def add_mean_if_any(self, name: str, values: Tensor, mask: Tensor) -> None:
         """As `add_mean`, but the result has no entry for the name if `mask` (bool) is nowhere True
@@ -40,7 +40,7 @@ class MetricSums:
             "parts",
             name,
             torch.stack(
-                [_selected(values.detach().double(), mask, 0.0).sum(), _count(values, mask)]
+                [_selected(values.detach().double(), mask, 0.0).sum(), _count_of(values, mask)]
             ),
         )
 
@@ -57,34 +57,33 @@ class MetricSums:
         if len(self.sources) < 2:
             return
         assert sources is not None
-        if mask is None:
-            counted = torch.ones_like(values, dtype=torch.float64)
-        else:
-            counted = mask.double()
-        if mask is None:
-            kept = values.detach().double()
-        else:
-            kept = torch.where(mask, values.detach().double(), 0.0)
-        pairs = torch.stack([kept, counted], dim=1)  # (n, 2)
+        exact = values.detach().double()
+        counts = torch.ones_like(exact)
+        if mask is not None:
+            exact = torch.where(mask, exact, 0.0)
+            counts = mask.double()
+        pairs = torch.stack([exact, counts], dim=1)  # (n, 2)
         totals = pairs.new_zeros(len(self.sources), 2).index_add_(0, sources, pairs)
-        for source, part in zip(self.sources, totals, strict=True):
-            self._add("parts", f"{name}/{source}", part)
+        for source, total_and_count in zip(self.sources, totals, strict=True):
+            self._add("parts", f"{name}/{source}", total_and_count)
 
     def add_max(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Add `values` to the maximum `name`; `mask` as in `add_mean`."""
-        kept = (values if mask is None else _selected(values, mask, -math.inf)).detach().double()
-        if kept.numel():
-            part = kept.max()
+        counted_values = (
+            (values if mask is None else _selected(values, mask, -math.inf)).detach().double()
+        )
+        if counted_values.numel():
+            largest = counted_values.max()
         else:
-            part = torch.full((), -math.inf, dtype=torch.float64, device=kept.device)
-        self._maxima[name] = torch.maximum(self._maxima.get(name, part), part)
+            largest = torch.full((), -math.inf, dtype=torch.float64, device=counted_values.device)
+        self._maxima[name] = torch.maximum(self._maxima.get(name, largest), largest)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """This rank's sums and maxima, on the CPU, for `restored`."""
-        parts = {**self._sums, "maxima": self._maxima}
+        kinds = {**self._sums, "maxima": self._maxima}
         return {
             kind: {name: value.cpu() for name, value in named.items()}
-            for kind, named in parts.items()
+            for kind, named in kinds.items()
         }
 
     @classmethod
@@ -95,26 +94,26 @@ class MetricSums:
         compared."""
         merged = cls()
         for state in states:
-            part = cls()
-            for kind, named in {**part._sums, "maxima": part._maxima}.items():
+            rank_sums = cls()
+            for kind, named in {**rank_sums._sums, "maxima": rank_sums._maxima}.items():
                 named |= {name: value.to(device) for name, value in state.get(kind, {}).items()}
-            merged.merge(part)
+            merged.merge(rank_sums)
         return merged
 
     def scaled(self, factor: float) -> MetricSums:
         """The same means and maxima, with all sums and counts times `factor`."""
         changed = MetricSums(self.sources)
         for kind, named in self._sums.items():
-            changed._sums[kind] = {name: part * factor for name, part in named.items()}
+            changed._sums[kind] = {name: terms * factor for name, terms in named.items()}
         changed._maxima = dict(self._maxima)
         return changed
 
     def merge(self, other: MetricSums) -> None:
         for kind, named in other._sums.items():
-            for name, part in named.items():
-                self._add(kind, name, part)
-        for name, part in other._maxima.items():
-            self._maxima[name] = torch.maximum(self._maxima.get(name, part), part)
+            for name, terms in named.items():
+                self._add(kind, name, terms)
+        for name, terms in other._maxima.items():
+            self._maxima[name] = torch.maximum(self._maxima.get(name, terms), terms)
 
     def reduce(self) -> dict[str, float]:
         """Name -> value over all ranks; without values 0, or no entry for a data set.
@@ -124,18 +123,18 @@ class MetricSums:
         largest = sorted(self._maxima)
         if not averaged and not largest:
             return {}
-        parts = [means[name] for name in averaged] + [
+        sums_and_maxima = [means[name] for name in averaged] + [
             self._maxima[name].view(1) for name in largest
         ]
         # (ranks, 2 N + M): all numbers in one collective
-        ranks = gather_cat(torch.cat(parts).unsqueeze(0))
+        ranks = gather_cat(torch.cat(sums_and_maxima).unsqueeze(0))
         cut = 2 * len(averaged)
-        numbers = torch.cat([ranks[:, :cut].sum(dim=0), ranks[:, cut:].amax(dim=0)]).tolist()
+        combined = torch.cat([ranks[:, :cut].sum(dim=0), ranks[:, cut:].amax(dim=0)]).tolist()
         result: dict[str, float] = {}
-        for name, total, count in zip(averaged, numbers[:cut:2], numbers[1:cut:2], strict=True):
+        for name, total, count in zip(averaged, combined[:cut:2], combined[1:cut:2], strict=True):
             if count or name in self._sums["means"]:
                 result[name] = total / count if count else 0.0
-        values = zip(largest, numbers[cut:], strict=True)  # -inf where no rank has values
+        values = zip(largest, combined[cut:], strict=True)  # -inf where no rank has values
         return result | {name: 0.0 if value == -math.inf else value for name, value in values}
 
 
@@ -147,7 +146,7 @@ def _selected(values: Tensor, mask: Tensor, filler: float) -> Tensor:
     return torch.where(mask, values, filler)
 
 
-def _count(values: Tensor, mask: Tensor | None) -> Tensor:
+def _count_of(values: Tensor, mask: Tensor | None) -> Tensor:
     """How many values count, a scalar fp64 on their device, made without waiting for it."""
     if mask is not None:
         return mask.sum(dtype=torch.float64)

@@ -117,11 +117,9 @@ def _rows_by_data_set(
     if len(data_sources) > 1:
         assert rows.data_sources is not None
         present = set(rows.data_sources.tolist())
-        yield from (
-            (name, rows.data_sources == number)
-            for number, name in enumerate(data_sources)
-            if number in present
-        )
+        for index, name in enumerate(data_sources):
+            if index in present:
+                yield name, rows.data_sources == index
 
 
 def kl_metrics(rows: Experience, data_sources: Sequence[str] = ()) -> dict[str, float]:

@@ -36,11 +36,11 @@ CHECKPOINT_BYTES = 12  # of a parameter that trains: its fp32 weight and the two
 
 def model_size(module: torch.nn.Module) -> tuple[int, int]:
     """(parameters of a model, those that train), those of all ranks together."""
-    counts = [(_count(weight), weight.requires_grad) for weight in module.parameters()]
+    counts = [(_elements_of(weight), weight.requires_grad) for weight in module.parameters()]
     return sum(count for count, _ in counts), sum(count for count, trains in counts if trains)
 
 
-def _count(weight: torch.nn.Parameter) -> int:
+def _elements_of(weight: torch.nn.Parameter) -> int:
     """Elements of a parameter, which ZeRO-3 empties and 4 bits pack in pairs."""
     quantised = getattr(weight, "quant_state", None)
     if quantised is not None:

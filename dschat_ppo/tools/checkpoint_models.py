@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.checkpoint.engine_state import common_state, rank_file, whole_weights
+from dschat_ppo.checkpoint.engine_state import common_state, master_weights, rank_file
 from dschat_ppo.checkpoint.identity import is_fingerprinted_model
 from dschat_ppo.checkpoint.manager import SHARED
 from dschat_ppo.checkpoint.state_files import load_state
@@ -159,7 +159,7 @@ def export_role(
     base = base_folder(run, trained, given, needs_base)
     module = build_module(run, trained, base, None if needs_base else "meta")
     # The run rounds its fp32 weights in the same way after each update.
-    state = {name: weight.to(number_format) for name, weight in whole_weights(states, common)}
+    state = {name: weight.to(number_format) for name, weight in master_weights(states, common)}
     own = {name: weight.shape for name, weight in module.named_parameters()}
     differing = [name for name, weight in state.items() if own.get(name) != weight.shape]
     differing += sorted(own.keys() ^ {*state, *frozen})

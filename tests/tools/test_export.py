@@ -126,12 +126,12 @@ def test_an_earlier_checkpoint_and_the_fp32_masters(runs, tmp_path):
 
 
 def test_numbers_beyond_the_range_of_the_dtype_are_refused(runs, tmp_path, capsys, monkeypatch):
-    big = checkpoint_models.whole_weights
+    big = checkpoint_models.master_weights
 
     def scaled(*arguments):
         return ((name, weight * 1e6) for name, weight in big(*arguments))
 
-    monkeypatch.setattr(checkpoint_models, "whole_weights", scaled)
+    monkeypatch.setattr(checkpoint_models, "master_weights", scaled)
     assert "--dtype fp16: lm.model." in refusal(
         capsys, runs / "whole", tmp_path / "out", "--dtype", "fp16"
     )
