@@ -21,9 +21,9 @@ from dschat_ppo.checkpoint.engine_state import (
     common_state,
     gather,
     load_engine,
+    master_weights,
     partitioned_fragments,
     resume_schedule,
-    whole_weights,
 )
 from dschat_ppo.checkpoint.state_files import BackgroundWriter, host_copy, load_state, save_state
 from dschat_ppo.errors import UserError
@@ -305,12 +305,12 @@ def test_whole_weights_are_joined_from_the_pieces_of_all_ranks(monkeypatch):
     monkeypatch.setattr(engine_state, "read_shards", lambda folder, common: shards)
     found = {
         name: weight.tolist()
-        for name, weight in whole_weights(Path("x"), {"shapes": SHAPES[0] | SHAPES[1]})
+        for name, weight in master_weights(Path("x"), {"shapes": SHAPES[0] | SHAPES[1]})
     }
     assert found == {"a": [[1, 2, 3], [4, 5, 6]], "b": [7], "c": [10, 11, 12, 13, 14]}
     shards.pop()
     with pytest.raises(UserError, match="hold 4 of the 6 elements of a$"):
-        list(whole_weights(Path("x"), {"shapes": SHAPES[0] | SHAPES[1]}))
+        list(master_weights(Path("x"), {"shapes": SHAPES[0] | SHAPES[1]}))
 
 
 def scheduled(rate=0.5, warmup=10, steps=0):
