@@ -24,7 +24,11 @@ from dschat_ppo.config.environment_flags import EnvironmentFlags
 from dschat_ppo.config.flag_parser import FlagParser, add_groups
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools import exit_code_of
-from dschat_ppo.tools.sampling_settings import SamplingSettings, add_sampling_flags, settings_of
+from dschat_ppo.tools.sampling_settings import (
+    SamplingSettings,
+    add_sampling_flags,
+    sampling_settings_of,
+)
 
 NOT_HERE = dict.fromkeys(
     ("environment_workers", "environment_reward_weight", "turn_reward"),
@@ -83,7 +87,7 @@ def read_arguments(
         for name, value in vars(words).items()
         if name in EnvironmentFlags.__annotations__
     }
-    return words, settings_of(words), data, EnvironmentFlags(**environment)
+    return words, sampling_settings_of(words), data, EnvironmentFlags(**environment)
 
 
 def chat(
@@ -99,11 +103,11 @@ def chat(
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     from dschat_ppo.common.logging import quiet_libraries
     from dschat_ppo.planner.number_format import dtype_for_tool
-    from dschat_ppo.tools.chat_model import ChatModel, Terminal, check_models
+    from dschat_ppo.tools.chat_model import ChatModel, Terminal, checked_models
 
     quiet_libraries()
     names = [("--model", words.model)] + ([("--compare", words.compare)] if words.compare else [])
-    checked = check_models(names, data)
+    checked = checked_models(names, data)
     if words.system and any(model.tokenizer.chat_template is None for model in checked):
         raise UserError(
             "--system needs a chat template, but a tokenizer has none; name one with"

@@ -53,27 +53,27 @@ class CheckedModel:
     tokenizer: PreTrainedTokenizerBase
 
 
-def check_models(
+def checked_models(
     names: Sequence[tuple[str, str]], data: DataFlags | None, is_scorer: bool = False
 ) -> list[CheckedModel]:
     """Check language models, or reward models, without reading their weights. `names` holds the
     flag that names each model, and its folder or hub name; `data` gives the chat template, None for
     the tokenizer's."""
-    found = []
-    for (flag, name), label in zip(
-        names, short_names([Path(name) for _, name in names]), strict=True
-    ):
+    models = []
+    labels = short_names([Path(name) for _, name in names])
+    for (flag, name), label in zip(names, labels, strict=True):
         folder = model_folder(name, flag)
         config = load_config(folder, flag)
         tokenizer = load_tokenizer(folder, flag)
-        if data is None:
-            tokenizer = tokenizer
-        else:
+        if data is not None:
             tokenizer = with_template_flags(tokenizer, data)
         check_vocabulary(tokenizer, config, flag, folder)
-        check_sequence_classifier(folder, new_head=False) if is_scorer else check_causal_lm(folder)
-        found.append(CheckedModel(name, label, flag, folder, tokenizer))
-    return found
+        if is_scorer:
+            check_sequence_classifier(folder, new_head=False)
+        else:
+            check_causal_lm(folder)
+        models.append(CheckedModel(name, label, flag, folder, tokenizer))
+    return models
 
 
 @dataclass(frozen=True)
@@ -165,10 +165,14 @@ class ChatModel:
 
 def conversation(system: str, turns: Sequence[tuple[str, str]], message: str) -> Messages:
     """A conversation, (message, answer) each, with a new message of the user."""
-    found: Messages = [{"role": "system", "content": system}] if system else []
+    messages: Messages = []
+    if system:
+        messages.append({"role": "system", "content": system})
     for asked, answered in turns:
-        found += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-    return [*found, {"role": "user", "content": message}]
+        messages.append({"role": "user", "content": asked})
+        messages.append({"role": "assistant", "content": answered})
+    messages.append({"role": "user", "content": message})
+    return messages
 
 
 HELP = """\

@@ -32,7 +32,11 @@ from dschat_ppo.config.ppo_flags import RewardSourceFlags
 from dschat_ppo.config.schema import flag, not_negative, positive
 from dschat_ppo.errors import StorageError, UserError
 from dschat_ppo.tools import exit_code_of
-from dschat_ppo.tools.sampling_settings import Wanted, add_sampling_flags, settings_of
+from dschat_ppo.tools.sampling_settings import (
+    EvaluationRequest,
+    add_sampling_flags,
+    sampling_settings_of,
+)
 
 PROMPT_TOKENS = 256  # at most, by default
 NOT_HERE = {  # flags of the groups that the command does not have -> why
@@ -46,7 +50,7 @@ NOT_HERE = {  # flags of the groups that the command does not have -> why
 
 
 @dataclass(frozen=True)
-class EvaluationFlags:
+class ToolFlags:
     """Evaluation."""
 
     model: list[str] = flag(
@@ -77,9 +81,9 @@ class EvaluationFlags:
     )
 
 
-def read_arguments(argv: Sequence[str]) -> Wanted:
+def read_arguments(argv: Sequence[str]) -> EvaluationRequest:
     parser = flag_parser(
-        [EvaluationFlags], prog="python -m dschat_ppo.tools.evaluate", description=__doc__
+        [ToolFlags], prog="python -m dschat_ppo.tools.evaluate", description=__doc__
     )
     parser.usage = f"{parser.prog} --model M [M ...] --data_path DATA [flag ...]"
     add_sampling_flags(parser)
@@ -88,7 +92,7 @@ def read_arguments(argv: Sequence[str]) -> Wanted:
     parser.set_defaults(data_path=[], truncation=None)
     words = parser.parse_args(argv)
 
-    def of(group: type) -> dict[str, Any]:
+    def values_of_group(group: type) -> dict[str, Any]:
         return {
             field.name: getattr(words, field.name)
             for field in fields(group)
@@ -96,10 +100,12 @@ def read_arguments(argv: Sequence[str]) -> Wanted:
         }
 
     learned = words.reward_model_name_or_path
-    environment = EnvironmentFlags(**of(EnvironmentFlags))
+    environment = EnvironmentFlags(**values_of_group(EnvironmentFlags))
     rewards = None
     if learned or words.reward_function or words.remote_reward_url or environment.gives_reward:
-        rewards = RewardSourceFlags(**of(RewardSourceFlags), use_reward_model=learned is not None)
+        rewards = RewardSourceFlags(
+            **values_of_group(RewardSourceFlags), use_reward_model=learned is not None
+        )
     if not words.model or not words.data_path:
         raise UserError("give --model and --data_path: the models answer the prompts of a data set")
     if len(set(words.model)) < len(words.model):
@@ -123,12 +129,12 @@ def read_arguments(argv: Sequence[str]) -> Wanted:
         )
     # rows that are too long: as in step 3
     truncation = words.truncation or PPOConfig.own_defaults["truncation"]
-    return Wanted(
+    return EvaluationRequest(
         words,
-        DataFlags(**of(DataFlags) | {"truncation": truncation}),
+        DataFlags(**values_of_group(DataFlags) | {"truncation": truncation}),
         rewards,
         environment,
-        settings_of(words),
+        sampling_settings_of(words),
     )
 
 
@@ -136,7 +142,7 @@ def main(argv: Sequence[str]) -> int:
     return exit_code_of(lambda: _evaluate(read_arguments(argv)))
 
 
-def _evaluate(wanted: Wanted) -> None:
+def _evaluate(request: EvaluationRequest) -> None:
     # after the flags are checked: these imports take seconds
     import torch
 
@@ -147,33 +153,37 @@ def _evaluate(wanted: Wanted) -> None:
     from dschat_ppo.tools.evaluate_models import (
         Evaluated,
         answer_lines,
-        evaluate,
-        json_of,
-        notes,
-        table,
+        evaluate_models,
+        result_json,
+        result_notes,
+        result_table,
         training_rows,
     )
 
     quiet_libraries()
     makers: dict[str, Callable[[Evaluated], str]] = {
-        "json": json_of,
+        "json": result_json,
         "write_best": partial(training_rows, is_pair=False),
         "write_pairs": partial(training_rows, is_pair=True),
     }
-    files = {
-        name: Path(path) for name in makers if (path := getattr(wanted.words, name)) is not None
-    }
-    for name, path in files.items():
+    files: dict[str, Path] = {}
+    for name in makers:
+        given_path = getattr(request.words, name)
+        if given_path is None:
+            continue
+        path = Path(given_path)
         if os.path.isdir(path) or not path.resolve().parent.is_dir():
             raise UserError(
                 f"--{name} {path}: is a folder, or in none; name a file in a folder that exists"
             )
-    found = evaluate(wanted)
-    for line in [*answer_lines(found, wanted.words.show), *table(found), *notes(found)]:
+        files[name] = path
+    evaluated = evaluate_models(request)
+    lines = answer_lines(evaluated, request.words.show)
+    for line in lines + result_table(evaluated) + result_notes(evaluated):
         print(line)
     for name, path in files.items():
         try:
-            path.write_text(makers[name](found), encoding="utf-8")
+            path.write_text(makers[name](evaluated), encoding="utf-8")
         except OSError as problem:
             raise StorageError(f"{path}: cannot be written ({problem.strerror})") from None
         print(f"written: {shown_path(path)}")

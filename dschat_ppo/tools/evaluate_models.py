@@ -50,11 +50,12 @@ from dschat_ppo.rollout.continuous_batching import never
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import StoppingCriteria
 from dschat_ppo.rollout.self_check import choose_engine
-from dschat_ppo.tools.chat_model import CheckedModel, check_models
-from dschat_ppo.tools.sampling_settings import Wanted
-from dschat_ppo.types import to_device
+from dschat_ppo.tools.chat_model import CheckedModel, checked_models
+from dschat_ppo.tools.sampling_settings import EvaluationRequest
+from dschat_ppo.types import Rollout, to_device
 
-REWARD_FLAG, LIMITS = "--reward_model_name_or_path", "--max_prompt_seq_len + --max_tokens"
+REWARD_FLAG = "--reward_model_name_or_path"
+LIMITS = "--max_prompt_seq_len + --max_tokens"
 PREFIX = "eval/"  # of the metrics of `summary`
 UNSCORED = ("length_mean", "ended_share")  # metrics that need no reward
 
@@ -80,15 +81,21 @@ class Result:
     scores_by_source: dict[str, float]  # mean of each reward source
     failed_scores: int  # answers whose reward function failed, or that no source scored
     prompts: list[Answered]  # one for each prompt; the scores are NaN if nothing scores them
-    wins: Share | None = (
-        # against the first model with the same decoding; None for that one, and without a reward
-        None
-    )
+    # against the first model with the same decoding; None for that one, and without a reward
+    wins: Share | None = None
 
     @property
     def scores(self) -> Tensor:
         """(prompts, n) fp64."""
         return torch.tensor([row.scores for row in self.prompts], dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class LoadedReward:
+    """The learned reward."""
+
+    checked: CheckedModel
+    model: ScalarModel
 
 
 @dataclass(frozen=True)
@@ -101,45 +108,36 @@ class Evaluated:
     asked: list[str | Messages]  # the prompts of the first model, in the order of its answers
 
 
-def evaluate(wanted: Wanted) -> Evaluated:
+def evaluate_models(request: EvaluationRequest) -> Evaluated:
     """Carry out an evaluation. Everything is checked before a model is loaded. `NonFiniteError` if
     the log-probs of a model are not finite."""
-    words = wanted.words
-    rewards = wanted.rewards
+    words = request.words
+    rewards = request.rewards
     functions = [] if rewards is None else check_sources(rewards)
-    models = check_models([("--model", name) for name in words.model], wanted.prompts)
-    longest = words.max_prompt_seq_len + wanted.settings.max_tokens
+    models = checked_models([("--model", name) for name in words.model], request.prompts)
+    longest = words.max_prompt_seq_len + request.settings.max_tokens
     for model in models:
         require_length(model.folder, longest, LIMITS)
-    name = None if rewards is None else rewards.reward_model_name_or_path
-    if name:
-        reward = check_models([(REWARD_FLAG, name)], wanted.prompts, True)[0]
-    else:
-        reward = None
-    prompts, names = _prompts(wanted, models)
+    reward_model = None
+    if rewards is not None and rewards.reward_model_name_or_path:
+        names = [(REWARD_FLAG, rewards.reward_model_name_or_path)]
+        reward_model = checked_models(names, request.prompts, is_scorer=True)[0]
+    prompts, data_sets = _prompts(request, models)
     check_columns(functions, "--data_path", prompts[0]["row"])
-    dtype = dtype_for_tool(words.dtype, [model.folder for model in (*models, reward) if model])
+    folders = [model.folder for model in models]
+    if reward_model is not None:
+        folders.append(reward_model.folder)
+    dtype = dtype_for_tool(words.dtype, folders)
 
-    scorer: ScalarModel | None = None
-    if reward is not None:
-        scorer = ScalarModel(load_sequence_classifier(reward.folder, dtype, None, new_head=False))
-        scorer.to(dist.device()).eval()
+    scorer = None
+    if reward_model is not None:
+        classifier = load_sequence_classifier(reward_model.folder, dtype, None, new_head=False)
+        scorer = LoadedReward(reward_model, ScalarModel(classifier).to(dist.device()).eval())
     results: list[Result] = []
     for model, rows in zip(models, prompts, strict=True):
-        results += _results_of(model, dtype, rows, names, wanted, reward, scorer)
-    firsts = {result.decoding: result for result in reversed(results)}
-    for result in results if rewards is not None else []:  # paired by prompt; a tie counts half
-        if result is not firsts[result.decoding]:
-            pairs = zip(result.scores, firsts[result.decoding].scores, strict=True)
-            scored = [(ours[~ours.isnan()], theirs[~theirs.isnan()]) for ours, theirs in pairs]
-            shares = [
-                float(win_shares(ours.unsqueeze(0), theirs.unsqueeze(0)))
-                for ours, theirs in scored
-                if len(ours) and len(theirs)
-            ]
-            if shares:
-                share = sum(shares) / len(shares)
-                result.wins = Share(share, *wilson_interval(share, len(shares)), len(shares))
+        results += _results_of(model, dtype, rows, data_sets, request, scorer)
+    if rewards is not None:
+        _count_wins(results)
     flags = {
         name: without_credentials(str(value))
         for name, value in vars(words).items()
@@ -152,279 +150,347 @@ def evaluate(wanted: Wanted) -> Evaluated:
     return Evaluated(flags, rewards is not None, results, asked)
 
 
-def _prompts(wanted: Wanted, models: list[CheckedModel]) -> tuple[list[Dataset], tuple[str, ...]]:
+def _count_wins(results: Sequence[Result]) -> None:
+    """Set the wins of each result against the first one with the same decoding. The scores are
+    paired by prompt, and a tie counts half."""
+    baselines: dict[str, Result] = {}
+    for result in results:
+        baseline = baselines.setdefault(result.decoding, result)
+        if baseline is result:
+            continue
+        shares = []
+        for scores, baseline_scores in zip(result.scores, baseline.scores, strict=True):
+            finite = scores[~scores.isnan()]
+            baseline_finite = baseline_scores[~baseline_scores.isnan()]
+            if len(finite) and len(baseline_finite):
+                wins = win_shares(finite.unsqueeze(0), baseline_finite.unsqueeze(0))
+                shares.append(float(wins))
+        if shares:
+            share = sum(shares) / len(shares)
+            result.wins = Share(share, *wilson_interval(share, len(shares)), len(shares))
+
+
+def _prompts(
+    request: EvaluationRequest, models: list[CheckedModel]
+) -> tuple[list[Dataset], tuple[str, ...]]:
     """The same prompts as token rows for each model, and the names of their data sets. They are
     prepared and logged once for all models whose tokenizers are equal. `UserError` if the models
     would get different prompts."""
-    names, made = tuple[str, ...](), dict[str, Dataset]()  # rows by tokenizer
-    keys = [token_key("", model.tokenizer) for model in models]
-    for key, model in zip(keys, models, strict=True):
-        if key in made:
-            continue
-        if made:
-            logger().info(f"{model.label}: its tokenizer differs, so the prompts are read again")
-        limit = wanted.words.max_prompt_seq_len
-        step = StepData("prompt", wanted.prompts, limit, whole_flag="--data_path")
-        tools = described_tools(wanted.environment, model.tokenizer, limit)
-        prepared = prepare(replace(step, tools=tools), model.tokenizer)
-        rows = prepared.eval
-        names = prepared.eval_sources
-        if rows is None:
-            raise UserError(
-                f"--data_path: no row is within --max_prompt_seq_len {limit}; raise it, or use"
-                " --truncation left"
-            )
-        made[key] = rows.select(range(min(wanted.words.max_prompts or len(rows), len(rows))))
-    found = [made[key] for key in keys]
-    if any(list(rows["row"]) != list(found[0]["row"]) for rows in found[1:]):
+    names: tuple[str, ...] = ()
+    rows_by_tokenizer: dict[str, Dataset] = {}
+    rows_of_models = []
+    for model in models:
+        key = token_key("", model.tokenizer)
+        if key not in rows_by_tokenizer:
+            if rows_by_tokenizer:
+                logger().info(
+                    f"{model.label}: its tokenizer differs, so the prompts are read again"
+                )
+            rows_by_tokenizer[key], names = _prepared_prompts(request, model)
+        rows_of_models.append(rows_by_tokenizer[key])
+    data_rows = list(rows_of_models[0]["row"])
+    if any(list(rows["row"]) != data_rows for rows in rows_of_models[1:]):
         raise UserError(
             "--data_path: the models would get different prompts, because only some have a chat"
             " template, or because rows that are too long or bad are dropped for some only; set"
             " --chat_template or --apply_chat_template, raise --max_prompt_seq_len, or use"
             " --truncation left"
         )
-    return found, names
+    return rows_of_models, names
 
 
-def _results_of(  # noqa: PLR0915
+def _prepared_prompts(
+    request: EvaluationRequest, model: CheckedModel
+) -> tuple[Dataset, tuple[str, ...]]:
+    """The prompts as token rows of a model, and the names of their data sets."""
+    limit = request.words.max_prompt_seq_len
+    step = StepData("prompt", request.prompts, limit, whole_flag="--data_path")
+    tools = described_tools(request.environment, model.tokenizer, limit)
+    prepared = prepare(replace(step, tools=tools), model.tokenizer)
+    rows = prepared.eval
+    if rows is None:
+        raise UserError(
+            f"--data_path: no row is within --max_prompt_seq_len {limit}; raise it, or use"
+            " --truncation left"
+        )
+    count = min(request.words.max_prompts or len(rows), len(rows))
+    return rows.select(range(count)), prepared.eval_sources
+
+
+def _results_of(
     checked: CheckedModel,
     dtype: str,
     prompts: Dataset,
-    names: Sequence[str],
-    wanted: Wanted,
-    reward: CheckedModel | None,
-    scorer: ScalarModel | None,
+    data_sets: Sequence[str],
+    request: EvaluationRequest,
+    scorer: LoadedReward | None,
 ) -> list[Result]:
     """Load a model and answer all prompts; one entry for each way of decoding. Answers depend on
     seed and prompt alone, not on batches; step 3 evaluates with the same seeds."""
-    words = wanted.words
-    settings = wanted.settings
-    rewards = wanted.rewards
+    words = request.words
     loaded: Any = load_causal_lm(checked.folder, dtype, None)
     model = loaded.to(dist.device()).eval()
     use_fast_layers(model)
-    stopping = StoppingCriteria(settings.max_tokens, end_ids(checked.tokenizer, model))
+    stopping = StoppingCriteria(request.settings.max_tokens, end_ids(checked.tokenizer, model))
     try:
         sampled = choose_engine(
             model,
-            GenerationConfig(settings.sampling, stopping, words.samples),
-            has_turns=wanted.environment.is_used,
+            GenerationConfig(request.settings.sampling, stopping, words.samples),
+            has_turns=request.environment.is_used,
         )
     except RuntimeError as problem:
         raise UserError(f"{checked.flag} {checked.name}: {in_one_line(problem)}") from None
-    learned = None
-    if reward is not None and scorer is not None and rewards is not None:
-        own = (
-            None
-            if checked.tokenizer.get_vocab() == reward.tokenizer.get_vocab()
-            else reward.tokenizer
-        )
-        learned = model_reward(
-            scorer,
-            reward.folder,
-            checked.tokenizer,
-            own,
-            rewards.process_reward,
-            words.max_batch_tokens,
-        )
     configs = {"greedy": replace(greedily(sampled), samples=1), "sampled": sampled}
+    if words.decoding != "both":
+        configs = {words.decoding: configs[words.decoding]}
     results = []
     with ExitStack() as at_end:
         episodes: EpisodeRollouts | None = None
-        if wanted.environment.is_used:
+        if request.environment.is_used:
             episodes = EpisodeRollouts(
-                wanted.environment, checked.tokenizer, words.max_prompt_seq_len
+                request.environment, checked.tokenizer, words.max_prompt_seq_len
             )
             at_end.enter_context(closing(episodes))
-        others = [] if episodes is None else episodes.reward_sources
-        if rewards:
-            mixture = build_sources(rewards, learned, others)
-        else:
-            mixture = RewardMixture([])
+        mixture = _reward_mixture(request, checked, scorer, episodes)
         requests = RewardRequests(
             at_end.enter_context(closing(mixture)), prompts, checked.tokenizer, episodes
         )
-        for decoding in configs if words.decoding == "both" else [words.decoding]:
-            config = configs[decoding]
-            every = list(range(len(prompts)))
-            rows = list[Answered]()
+        for decoding, config in configs.items():
             logger().info(
-                f"{checked.label}: {decoding}, {len(every)} prompts, {config.samples} answer(s) to"
-                " each"
+                f"{checked.label}: {decoding}, {len(prompts)} prompts, {config.samples} answer(s)"
+                " to each"
             )
-            for first in range(0, len(every), words.batch_size):
-                indices = every[first : first + words.batch_size]
-                path = (settings.seed, STREAM, 0, 0)
-                turns = None
-                own_config = config
-                seeds = row_seeds(first * config.samples, len(indices) * config.samples, *path)
-                if episodes is None:
-                    batch = collate_prompts(prompts, indices, filler_id(checked.tokenizer))
-                else:
-                    of_prompts = row_seeds(first, len(indices), *path).tolist()
-                    batch, turns = episodes.begin(
-                        prompts, indices, config.samples, of_prompts, never
-                    )
-                    own_config = replace(config, samples=len(seeds) // len(batch.prompt_ids))
-                batch = to_device(batch, dist.device())
-                seeds = seeds.to(dist.device())
-                rollout = generate(model, batch, seeds, own_config, turns=turns)
-                if episodes is not None and turns is not None:
-                    rollout = episodes.end(rollout, turns, cancelled=False, counts=True)
-                request = requests.request(rollout, indices, 0)
-                scores = mixture(request, rollout)
-                if rewards is None:
+            rows = list[Answered]()
+            for first in range(0, len(prompts), words.batch_size):
+                indices = list(range(first, min(first + words.batch_size, len(prompts))))
+                rollout = _rollout(
+                    model, prompts, indices, config, request.settings.seed, checked, episodes
+                )
+                reward_request = requests.request(rollout, indices, 0)
+                scores = mixture(reward_request, rollout)
+                if request.rewards is None:
                     scores = replace(scores, total=torch.full_like(scores.total, torch.nan))
-                rows += answered_rows(requests, indices, rollout, request.texts, scores, names)
-            metrics = summary(rows, words.pass_score) | summary_by_source(rows, words.pass_score)
-            metrics = {name.removeprefix(PREFIX): value for name, value in metrics.items()}
+                rows += answered_rows(
+                    requests, indices, rollout, reward_request.texts, scores, data_sets
+                )
             failed_rows = requests.count_failed_rows()
             failed = failed_rows.faults + failed_rows.unscored
-            means = dict[str, float]()
-            if rewards is None:
-                metrics = {
-                    name: value for name, value in metrics.items() if name.split("/")[0] in UNSCORED
-                }
-            else:
-                scored = {
-                    name: torch.tensor([row.scores_by_source[name] for row in rows])
-                    for name in mixture.names
-                }
-                means = {name: float(of_source.nanmean()) for name, of_source in scored.items()}
             if failed:
                 logger().warning(
                     f"{checked.label}: {failed} answers were not scored (--reward_default)"
                 )
-            metrics |= {} if episodes is None else episodes.take_metrics()
+            is_scored = request.rewards is not None
+            metrics = _metrics(rows, words.pass_score, is_scored)
+            if episodes is not None:
+                metrics |= episodes.take_metrics()
+            means = {}
+            for name in mixture.names if is_scored else ():
+                means[name] = float(
+                    torch.tensor([row.scores_by_source[name] for row in rows]).nanmean()
+                )
             results.append(
                 Result(checked.name, checked.label, decoding, metrics, means, failed, rows)
             )
     return results
 
 
-def number(value: float | None) -> str:
+def _reward_mixture(
+    request: EvaluationRequest,
+    checked: CheckedModel,
+    scorer: LoadedReward | None,
+    episodes: EpisodeRollouts | None,
+) -> RewardMixture:
+    """The reward sources that score the responses of a model; empty without a reward."""
+    if request.rewards is None:
+        return RewardMixture([])
+    learned = None
+    if scorer is not None:
+        has_same_tokens = checked.tokenizer.get_vocab() == scorer.checked.tokenizer.get_vocab()
+        learned = model_reward(
+            scorer.model,
+            scorer.checked.folder,
+            checked.tokenizer,
+            None if has_same_tokens else scorer.checked.tokenizer,
+            request.rewards.process_reward,
+            request.words.max_batch_tokens,
+        )
+    of_environments = [] if episodes is None else episodes.reward_sources
+    return build_sources(request.rewards, learned, of_environments)
+
+
+def _rollout(
+    model: Any,
+    prompts: Dataset,
+    indices: list[int],
+    config: GenerationConfig,
+    seed: int,
+    checked: CheckedModel,
+    episodes: EpisodeRollouts | None,
+) -> Rollout:
+    """The responses to the prompts of neighbouring `indices`, by the seeds of their rows."""
+    path = (seed, STREAM, 0, 0)
+    first = indices[0]
+    seeds = row_seeds(first * config.samples, len(indices) * config.samples, *path)
+    seeds = seeds.to(dist.device())
+    if episodes is None:
+        batch = collate_prompts(prompts, indices, filler_id(checked.tokenizer))
+        return generate(model, to_device(batch, dist.device()), seeds, config)
+    prompt_seeds = row_seeds(first, len(indices), *path).tolist()
+    batch, turns = episodes.begin(prompts, indices, config.samples, prompt_seeds, never)
+    # the rows of `batch` may be repeated, one for each episode
+    config = replace(config, samples=len(seeds) // len(batch.prompt_ids))
+    rollout = generate(model, to_device(batch, dist.device()), seeds, config, turns=turns)
+    return episodes.end(rollout, turns, cancelled=False, counts=True)
+
+
+def _metrics(rows: list[Answered], pass_score: float, is_scored: bool) -> dict[str, float]:
+    """Metrics of all rows and of each data set, without the prefix that they have in step 3."""
+    metrics = {}
+    all_metrics = summary(rows, pass_score) | summary_by_source(rows, pass_score)
+    for prefixed, value in all_metrics.items():
+        name = prefixed.removeprefix(PREFIX)
+        if is_scored or name.split("/")[0] in UNSCORED:
+            metrics[name] = value
+    return metrics
+
+
+def metric_text(value: float | None) -> str:
     """A metric with four significant digits; "" if there is none."""
     if value is None or math.isnan(value):
         return ""
     return f"{value:.4g}"
 
 
-def table(found: Evaluated) -> list[str]:
+def result_table(evaluated: Evaluated) -> list[str]:
     """Head and one line for each model and way of decoding; with several data sets further lines
     for these."""
-    first = found.results[0]
-    lines = list[list[str]]()
-    names = dict.fromkeys(name for result in found.results for name in result.metrics)
-    columns = [name for name in names if "/" not in name or name.startswith("episode/")]
+    first = evaluated.results[0]
+    names: dict[str, None] = {}
+    for result in evaluated.results:
+        names |= dict.fromkeys(result.metrics)
+    metrics = [name for name in names if "/" not in name or name.startswith("episode/")]
+    head = ["model", "decoding", *metrics]
     if len(first.scores_by_source) > 1:
-        sources = list(first.scores_by_source)
-    else:
-        sources = []
-    means = [f"reward/{name}_mean" for name in sources]
-    if any(result.wins for result in found.results):
-        compared = [f"wins against {first.label} [95 %]"]
-    else:
-        compared = []
-    lines.append(
-        ["model", "decoding", *columns, *(f"score of {name}" for name in sources), *compared]
-    )
-    for result in found.results:
-        data_sets = dict.fromkeys(row.data_source for row in result.prompts)
-        for label, ending in [
-            (result.label, ""),
-            *((f"  {name}", f"/{name}") for name in data_sets if name),
-        ]:
-            cells = [number(result.metrics.get(f"{name}{ending}")) for name in [*columns, *means]]
-            wins = result.wins if not ending else None
-            if wins is None:
-                share = ""
-            else:
-                share = f"{100 * wins.share:.1f} % [{100 * wins.low:.1f}, {100 * wins.high:.1f}]"
-            lines.append([label, result.decoding, *cells, *(share for _ in compared)])
+        for source in first.scores_by_source:
+            metrics.append(f"reward/{source}_mean")
+            head.append(f"score of {source}")
+    has_wins = any(result.wins for result in evaluated.results)
+    if has_wins:
+        head.append(f"wins against {first.label} [95 %]")
+    lines = [head]
+    for result in evaluated.results:
+        endings = {result.label: ""}  # of the names of its metrics
+        for row in result.prompts:
+            if row.data_source:
+                endings[f"  {row.data_source}"] = f"/{row.data_source}"
+        for label, ending in endings.items():
+            cells = [metric_text(result.metrics.get(f"{name}{ending}")) for name in metrics]
+            if has_wins:
+                cells.append(_wins_text(result.wins) if not ending else "")
+            lines.append([label, result.decoding, *cells])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
-        "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     ]
 
 
-def notes(found: Evaluated) -> list[str]:
+def _wins_text(wins: Share | None) -> str:
+    if wins is None:
+        return ""
+    return f"{100 * wins.share:.1f} % [{100 * wins.low:.1f}, {100 * wins.high:.1f}]"
+
+
+def result_notes(evaluated: Evaluated) -> list[str]:
     """What the numbers depend on, a sentence on each line, and the path of each model."""
     lines = []
-    if found.scored:
+    if evaluated.scored:
         lines.append(
-            f"pass: a score of at least {float(found.flags['pass_score']):g} (--pass_score)"
+            f"pass: a score of at least {float(evaluated.flags['pass_score']):g} (--pass_score)"
         )
-    if any(result.decoding == "sampled" for result in found.results):
+    if any(result.decoding == "sampled" for result in evaluated.results):
         lines.append(
-            f"sampled: the answers, and so the numbers, depend on --seed ({found.flags['seed']})"
+            "sampled: the answers, and so the numbers, depend on --seed"
+            f" ({evaluated.flags['seed']})"
         )
-    paths = {result.label: shown_path(result.model) for result in found.results}
+    paths = {result.label: shown_path(result.model) for result in evaluated.results}
     return lines + [f"{label}: {path}" for label, path in paths.items() if label != path]
 
 
-def answer_lines(found: Evaluated, count: int) -> list[str]:
+def answer_lines(evaluated: Evaluated, count: int) -> list[str]:
     """The first `count` prompts, each with the answers of all models; what a terminal would obey is
     escaped."""
-
-    def indented(text: str) -> list[str]:
-        return [f"    {line}" for line in escaped(text).split("\n")]
-
     lines = []
-    for place, row in enumerate(found.results[0].prompts[:count]):
-        lines += [f"prompt {place + 1}:", *indented(row.prompt)]
-        for result in found.results:
-            own = result.prompts[place]
-            every_turns = own.turns or [[]] * len(own.answers)
-            columns = zip(own.answers, own.scores, own.lengths, own.ended, every_turns, strict=True)
+    for index, row in enumerate(evaluated.results[0].prompts[:count]):
+        lines += [f"prompt {index + 1}:", *_indented(row.prompt)]
+        for result in evaluated.results:
+            answered = result.prompts[index]
+            turns_of_answers = answered.turns or [[]] * len(answered.answers)
+            columns = zip(
+                answered.answers,
+                answered.scores,
+                answered.lengths,
+                answered.ended,
+                turns_of_answers,
+                strict=True,
+            )
             for text, score, tokens, ended, turns in columns:
-                parts = [f"score {number(score) or 'none'}"] * found.scored
-                parts += [f"{tokens} tokens", *["cut at the length limit"] * (ended == CUT)]
-                lines.append(f"  {result.label}, {result.decoding} ({', '.join(parts)}):")
+                remarks = []
+                if evaluated.scored:
+                    remarks.append(f"score {metric_text(score) or 'none'}")
+                remarks.append(f"{tokens} tokens")
+                if ended == CUT:
+                    remarks.append("cut at the length limit")
+                lines.append(f"  {result.label}, {result.decoding} ({', '.join(remarks)}):")
                 for turn in turns:
-                    lines += [
-                        f"    {heading(turn)}:",
-                        *(f"  {line}" for line in indented(turn["text"])),
-                    ]
-                lines += [] if turns else indented(text)
+                    lines.append(f"    {heading(turn)}:")
+                    lines += [f"  {line}" for line in _indented(turn["text"])]
+                if not turns:
+                    lines += _indented(text)
         lines.append("")
     return lines
 
 
-def training_rows(found: Evaluated, is_pair: bool) -> str:
+def _indented(text: str) -> list[str]:
+    return [f"    {line}" for line in escaped(text).split("\n")]
+
+
+def training_rows(evaluated: Evaluated, is_pair: bool) -> str:
     """JSON lines for SFT: each prompt with the best answer of the first model; or for step 2: each
     prompt with its best and its worst answer, if they differ. Of sampled answers, or of greedy ones
     if there are no others."""
-    own = next(
-        (result for result in found.results if result.decoding == "sampled"), found.results[0]
-    )
+    source = evaluated.results[0]
+    for result in reversed(evaluated.results):
+        if result.decoding == "sampled":
+            source = result
     rows = list[dict[str, Any]]()
-    for asked, answered in zip(found.asked, own.prompts, strict=True):
-        answers = list(zip(answered.scores, answered.answers, answered.ended, strict=True))
-        if found.scored:
-            answers = [answer for answer in answers if not math.isnan(answer[0])]
-        if not is_pair:
-            answers = [answer for answer in answers if answer[2] != CUT]
-        if not answers:
+    for asked, answered in zip(evaluated.asked, source.prompts, strict=True):
+        candidates = []  # (score, text, how it ended)
+        for score, text, ended in zip(
+            answered.scores, answered.answers, answered.ended, strict=True
+        ):
+            has_score = not evaluated.scored or not math.isnan(score)
+            if has_score and (is_pair or ended != CUT):
+                candidates.append((score, text, ended))
+        if not candidates:
             continue
-        (best, chosen, end), (worst, rejected, _) = (
-            pick(answers, key=lambda one: one[0]) for pick in (max, min)
-        )
+        best_score, best, best_ended = max(candidates, key=lambda candidate: candidate[0])
+        worst_score, worst, _ = min(candidates, key=lambda candidate: candidate[0])
         if is_pair:
-            rows += (
-                [{"prompt": asked, "chosen": chosen, "rejected": rejected}]
-                if best > worst and end != CUT
-                else []
-            )
+            if best_score > worst_score and best_ended != CUT:
+                rows.append({"prompt": asked, "chosen": best, "rejected": worst})
             continue
-        row = {"prompt": asked, "response": chosen}
-        if not isinstance(asked, str):
-            row = {"messages": [*asked, {"role": "assistant", "content": chosen}]}
-        rows.append(row | ({"score": best} if found.scored else {}))
+        if isinstance(asked, str):
+            row: dict[str, Any] = {"prompt": asked, "response": best}
+        else:
+            row = {"messages": [*asked, {"role": "assistant", "content": best}]}
+        if evaluated.scored:
+            row["score"] = best_score
+        rows.append(row)
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def json_of(found: Evaluated) -> str:
-    shown = asdict(found)
-    del shown["asked"]  # `prompts` has them as text
-    return json.dumps(finite_or_null(shown), indent=1)
+def result_json(evaluated: Evaluated) -> str:
+    fields = asdict(evaluated)
+    del fields["asked"]  # `prompts` has them as text
+    return json.dumps(finite_or_null(fields), indent=1)

@@ -89,10 +89,10 @@ class SamplingSettings:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class EvaluationRequest:
     """What the command line of `tools/evaluate.py` asks for."""
 
-    # `EvaluationFlags`, and the flags of data, rewards, environments and sampling
+    # `ToolFlags`, and the flags of data, rewards, environments and sampling
     words: argparse.Namespace
     prompts: DataFlags
     rewards: RewardSourceFlags | None
@@ -112,7 +112,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def settings_of(words: argparse.Namespace) -> SamplingSettings:
+def sampling_settings_of(words: argparse.Namespace) -> SamplingSettings:
     """The settings that the flags give; raises `UserError` for a value that a flag does not
     accept."""
     return SamplingSettings().with_values({name: getattr(words, name) for name in RANGES}, "--")

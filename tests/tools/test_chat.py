@@ -16,7 +16,7 @@ from dschat_ppo.episodes.rollouts import EpisodeRollouts
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.chat import main
 from dschat_ppo.tools.chat_episodes import EpisodeModel
-from dschat_ppo.tools.chat_model import Terminal, Token, check_models
+from dschat_ppo.tools.chat_model import Terminal, Token, checked_models
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 
 
@@ -222,7 +222,7 @@ def played(assets, environments, monkeypatch, capsys):
 
     def play(environment, lines, script, most=256, max_turns=8):
         flags, rollouts = environments[environment]
-        [checked] = check_models([("--model", str(assets / "lm"))], DataFlags(["unused"]))
+        [checked] = checked_models([("--model", str(assets / "lm"))], DataFlags(["unused"]))
         checked, left = replace(checked, tokenizer=rollouts.tokenizer), iter(lines)
 
         def read(_):

@@ -10,7 +10,7 @@ from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools import chat_model
 from dschat_ppo.tools.chat import chat, read_arguments
-from dschat_ppo.tools.chat_model import ChatModel, check_models, conversation
+from dschat_ppo.tools.chat_model import ChatModel, checked_models, conversation
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 from dschat_ppo.tools.token_stream import stream_tokens
 
@@ -20,14 +20,14 @@ GREEDY = SamplingSettings(top_k=1, max_tokens=12)
 
 @pytest.fixture(scope="module")
 def plain(assets) -> ChatModel:
-    [checked] = check_models([("--model", str(assets / "lm"))], PLAIN)
+    [checked] = checked_models([("--model", str(assets / "lm"))], PLAIN)
     checked.tokenizer.chat_template = None
     return ChatModel(checked, "fp32")
 
 
 @pytest.fixture(scope="module")
 def templated(assets) -> ChatModel:
-    return ChatModel(*check_models([("--model", str(assets / "lm"))], CHAT), "fp32")
+    return ChatModel(*checked_models([("--model", str(assets / "lm"))], CHAT), "fp32")
 
 
 def user(text: str) -> dict:

@@ -9,9 +9,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.tools import evaluate_models
+from dschat_ppo.tools import evaluate_models as module
 from dschat_ppo.tools.evaluate import main, read_arguments
-from dschat_ppo.tools.evaluate_models import answer_lines, evaluate, json_of, table, training_rows
+from dschat_ppo.tools.evaluate_models import (
+    answer_lines,
+    evaluate_models,
+    result_json,
+    result_table,
+    training_rows,
+)
 
 TOKENS, PROMPTS = 6, 7
 
@@ -47,7 +53,7 @@ def found(assets):
         "--pass_score",
         "2.5",
     ]
-    return evaluate(read_arguments(words_of(assets, *words)))
+    return evaluate_models(read_arguments(words_of(assets, *words)))
 
 
 def by_name(found, model, decoding):
@@ -106,18 +112,18 @@ def test_wins_and_passes_by_hand(found):
 
 def test_answers_do_not_depend_on_batches(found, assets):
     words = ["--samples", "4", "--batch_size", "2", "--decoding", "sampled"]
-    again = evaluate(read_arguments(words_of(assets, *words)))
+    again = evaluate_models(read_arguments(words_of(assets, *words)))
     assert not again.scored and len(again.results) == 2
     for result in again.results:
         same = by_name(found, result.model, "sampled")
         assert [row.answers for row in result.prompts] == [row.answers for row in same.prompts]
         assert set(result.metrics) == {"length_mean", "ended_share"} and result.wins is None
-    assert "score" not in "".join([*table(again), *answer_lines(again, 1)])
-    assert json.loads(json_of(again))["results"][0]["prompts"][0]["scores"] == [None] * 4
+    assert "score" not in "".join([*result_table(again), *answer_lines(again, 1)])
+    assert json.loads(result_json(again))["results"][0]["prompts"][0]["scores"] == [None] * 4
 
 
 def test_the_command(found, assets, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(evaluate_models, "evaluate", lambda wanted: found)
+    monkeypatch.setattr(module, "evaluate_models", lambda request: found)
     words = words_of(assets, "--json", str(tmp_path / "a.json"), "--show", "1")
     assert main(words) == 0
     out = capsys.readouterr().out
@@ -167,7 +173,7 @@ def test_several_data_sets_have_lines_of_their_own_in_the_table(found):
     rows = [replace(found.results[0].prompts[0], data_source=name) for name in "ab"]
     numbers = {"score": 0.5, "score/a": 0.25, "score/b": 0.75}
     result = replace(found.results[0], prompts=rows, metrics=numbers, scores_by_source={})
-    lines = [line.split() for line in table(replace(found, results=[result]))]
+    lines = [line.split() for line in result_table(replace(found, results=[result]))]
     assert lines[1:] == [["lm", "greedy", "0.5"], ["a", "greedy", "0.25"], ["b", "greedy", "0.75"]]
 
 
@@ -185,7 +191,7 @@ class Letters:
 
 def test_answers_are_episodes_of_an_environment(assets, tmp_path, monkeypatch):
     (tmp_path / "letters.py").write_text(LETTERS)
-    monkeypatch.setattr(evaluate_models, "end_ids", lambda *_: tuple(range(40, 120)))
+    monkeypatch.setattr(module, "end_ids", lambda *_: tuple(range(40, 120)))
     words = [
         "--environment",
         f"{tmp_path / 'letters.py'}:Letters",
@@ -194,7 +200,7 @@ def test_answers_are_episodes_of_an_environment(assets, tmp_path, monkeypatch):
         "--max_tokens",
         "64",
     ]
-    found = evaluate(read_arguments([*words_of(assets)[:2], *words_of(assets)[3:], *words]))
+    found = evaluate_models(read_arguments([*words_of(assets)[:2], *words_of(assets)[3:], *words]))
     [greedy, sampled] = found.results
     assert found.scored and greedy.scores_by_source.keys() == {"environment"}
     turned = 0
@@ -220,10 +226,10 @@ def test_answers_are_episodes_of_an_environment(assets, tmp_path, monkeypatch):
             turned += len(said) > 1
     assert turned > 5
     assert sampled.metrics["episode/turns"] > 1 and sampled.metrics["episode/failures"] == 0
-    shown = "\n".join([*table(found), *answer_lines(found, 7)])
+    shown = "\n".join([*result_table(found), *answer_lines(found, 7)])
     assert (
         "episode/turns" in shown
         and "    environment:\n" in shown
         and "    model, reward 0." in shown
     )
-    assert any(row["turns"] for row in json.loads(json_of(found))["results"][1]["prompts"])
+    assert any(row["turns"] for row in json.loads(result_json(found))["results"][1]["prompts"])
