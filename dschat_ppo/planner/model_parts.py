@@ -30,7 +30,7 @@ from dschat_ppo.models.backbone import attention_is_replaceable, position_argume
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.loading import DTYPES, load_config
 from dschat_ppo.models.model_folders import model_folder
-from dschat_ppo.rollout.kv_cache import cache_bytes
+from dschat_ppo.rollout.cache_memory import cached_bytes
 
 TOKENS = 256  # of the forward pass that counts; activations are in proportion to them
 ATTENTION = "dschat_planned"
@@ -152,7 +152,7 @@ def _cache_bytes(model: PreTrainedModel) -> tuple[int, int]:
     """Bytes of the keys and values of a token, and of the states of a row: those of a pass over one
     token, as generation measures them. GPT-2 cannot run it without data: 2 x layers x H x s."""
     with suppress(RuntimeError):
-        return cache_bytes(model)
+        return cached_bytes(model)
     text = model.config.get_text_config()
     return 2 * int(text.num_hidden_layers) * int(text.hidden_size) * model.dtype.itemsize, 0
 

@@ -22,7 +22,7 @@ from dschat_ppo.planner.role_memory import (
     running_rows,
     update_gradients,
 )
-from dschat_ppo.rollout.kv_cache import (
+from dschat_ppo.rollout.cache_memory import (
     LOGITS_BYTES,
 )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from dschat_ppo.algorithms.fused_logprobs import BLOCK_BYTES, GPU_BLOCK_BYTES
 from dschat_ppo.engine.ds_config import BUCKET_SIZE
 from dschat_ppo.planner.model_parts import ModelParts
-from dschat_ppo.rollout.kv_cache import (
+from dschat_ppo.rollout.cache_memory import (
     LOGITS_BYTES,
     LOGITS_SHARE,
     MAX_ROWS,
@@ -212,7 +212,7 @@ def fused_head_bytes(role: Role, tokens: int) -> int:
 
 
 def running_rows(role: Role, rows: int, length: int, rollout_rows: int, free: int) -> int:
-    """Sequences that are decoded at a time, at least 1, as `rollout/kv_cache.py` chooses them.
+    """Sequences that are decoded at a time, at least 1, as `rollout/cache_memory.py` chooses them.
 
     Args:
         role: the actor.

@@ -22,10 +22,10 @@ from dschat_ppo.episodes.journal import RolloutKey
 from dschat_ppo.episodes.rollouts import EpisodeRollouts
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.ppo.generation_settings import generation_config
+from dschat_ppo.rollout.cache_memory import rows_for_memory
 from dschat_ppo.rollout.continuous_batching import Turns, never
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.generator import GenerationConfig, engine_text, generate
-from dschat_ppo.rollout.kv_cache import rows_for_memory
 from dschat_ppo.rollout.self_check import choose_engine
 from dschat_ppo.types import (
     FinishReason,

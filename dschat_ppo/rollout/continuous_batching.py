@@ -17,6 +17,7 @@ from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.models.backbone import has_states, last_logits_argument, position_arguments
 from dschat_ppo.rollout.attention import RolloutAttention, installed
+from dschat_ppo.rollout.cache_memory import warn_of_memory
 from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, StaticMemory
 from dschat_ppo.rollout.decode_kernels import CPUDecode, flash_decode
 from dschat_ppo.rollout.kv_cache import (
@@ -27,7 +28,6 @@ from dschat_ppo.rollout.kv_cache import (
     PrefillMetadata,
     RolloutCache,
     RowStates,
-    warn_of_memory,
 )
 from dschat_ppo.rollout.running_batches import PooledRows, Rows, RunningBatches, RunningPool
 from dschat_ppo.rollout.sampling import ASK_DEVICE, NucleusSearch

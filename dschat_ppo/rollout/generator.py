@@ -14,6 +14,7 @@ from dschat_ppo.cpu_kernels.operations import can_run
 from dschat_ppo.models.backbone import has_states
 from dschat_ppo.models.fast_layers import kernels_for
 from dschat_ppo.models.wrapped_models import vocabulary_size
+from dschat_ppo.rollout.cache_memory import pool_limits, rows_for_memory
 from dschat_ppo.rollout.continuous_batching import (
     POLL,
     ContinuousBatching,
@@ -24,7 +25,7 @@ from dschat_ppo.rollout.continuous_batching import (
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs, StaticMemory
 from dschat_ppo.rollout.decode_kernels import flash_decode
 from dschat_ppo.rollout.fused_layers import can_prepack, fp32_logits, fused
-from dschat_ppo.rollout.kv_cache import SPARE, KVCache, pool_limits, rows_for_memory
+from dschat_ppo.rollout.kv_cache import SPARE, KVCache
 from dschat_ppo.rollout.padded_batches import PaddedBatches
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers

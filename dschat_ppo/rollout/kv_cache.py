@@ -9,7 +9,6 @@ where transformers' cache has them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
@@ -18,14 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from dschat_ppo.common.dist import is_main, local_world_size, on_gpu, rank
-from dschat_ppo.common.host_memory import available_memory
-from dschat_ppo.common.logging import print_line
 from dschat_ppo.models.backbone import has_states
-from dschat_ppo.models.wrapped_models import vocabulary_size
 
 SPARE = 0  # the slot of a pool that idle rows of a step read and write
 
@@ -52,18 +47,19 @@ class KVCache:
         head_dim)."""
         if layer not in self.keys:
             for cached, like in ((self.keys, keys), (self.values, values)):
-                cached[layer] = like.new_zeros(
-                    self.rows, like.shape[1], self.capacity, like.shape[3]
-                )
+                shape = self.rows, like.shape[1], self.capacity, like.shape[3]
+                cached[layer] = like.new_zeros(shape)
         return self.keys[layer], self.values[layer]
 
     def move_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole rows over others."""
+        """Copy the rows `sources` over the rows `targets`."""
         cached = [*self.keys.values(), *self.values.values()]
         if cached:
+            # one copy to the device for both
             rows = torch.tensor([list(sources), list(targets)], device=cached[0].device)
+            source_rows, target_rows = rows
             for tensor in cached:
-                tensor[rows[1]] = tensor[rows[0]]
+                tensor[target_rows] = tensor[source_rows]
 
     def move_slots(self, sources: np.ndarray, targets: np.ndarray, capacity: int) -> None:
         """Copy slots `sources` of all rows to `targets`, both (T,) int64, and change the capacity.
@@ -72,22 +68,22 @@ class KVCache:
         memory twice. After an error the contents are lost."""
         for cached in (self.keys, self.values):
             for layer in list(cached):
-                held = cached.pop(layer)
-                read, written = (
-                    torch.from_numpy(slots).to(held.device) for slots in (sources, targets)
-                )
-                moved = held[:, :, read]
+                slots = cached.pop(layer)
+                read_slots = torch.from_numpy(sources).to(slots.device)
+                written_slots = torch.from_numpy(targets).to(slots.device)
+                moved = slots[:, :, read_slots]
                 if capacity != self.capacity:
-                    del held
-                    held = moved.new_zeros(*moved.shape[:2], capacity, moved.shape[3])
-                cached[layer] = held.index_copy_(2, written, moved)
-                del held, moved  # the next layer needs the memory
+                    del slots
+                    slots = moved.new_zeros(*moved.shape[:2], capacity, moved.shape[3])
+                cached[layer] = slots.index_copy_(2, written_slots, moved)
+                del slots, moved  # the next layer needs the memory
         self.capacity = capacity
 
     def grow(self, rows: int, capacity: int) -> None:
         """Keep only the first `rows` rows, and give them `capacity` slots. At most one layer is in
         memory twice. After an error the contents are lost."""
-        self.rows, self.capacity = rows, capacity
+        self.rows = rows
+        self.capacity = capacity
         for cached in (self.keys, self.values):
             for layer in list(cached):
                 old = cached.pop(layer)
@@ -99,8 +95,8 @@ class KVCache:
 @dataclass(frozen=True)
 class Prefill:
     """Prompts that a `cache` gets: that of `sequences[i]` from slot `starts[i]` of row `rows[i]`
-    on, all (m,) int64. A prompt that several sequences begin with is that of the same one of them,
-    so it is computed once."""
+    on, all (m,) int64. If several sequences begin with one prompt, `sequences` names the same one
+    of them wherever that prompt goes, so that it is computed once."""
 
     cache: KVCache
     sequences: np.ndarray
@@ -126,24 +122,27 @@ class PrefillMetadata:
     # what the layers of a step share
     kept: dict[Any, Any] = field(default_factory=dict, init=False)
 
-    def to_the_left(self, part: Tensor) -> Tensor:
+    def to_the_left(self, tensor: Tensor) -> Tensor:
         """(n, heads, L, d) with the tokens of each row from column 0 on, and copies of its last one
         behind them."""
         if self.padding is None:
-            return part
-        return self._moved(part, self.padding)
+            return tensor
+        return _shifted(tensor, self.padding)
 
-    def to_the_right(self, part: Tensor) -> Tensor:
+    def to_the_right(self, tensor: Tensor) -> Tensor:
         """Undo `to_the_left`; the padding gets the numbers of the first token."""
         if self.padding is None:
-            return part
-        return self._moved(part, -self.padding)
+            return tensor
+        return _shifted(tensor, -self.padding)
 
-    def _moved(self, part: Tensor, distance: Tensor) -> Tensor:
-        rows, _, length, _ = part.shape
-        columns = torch.arange(length, device=part.device) + distance.unsqueeze(1)
-        row = torch.arange(rows, device=part.device).unsqueeze(1)
-        return part.transpose(1, 2)[row, columns.clamp(0, length - 1)].transpose(1, 2)
+
+def _shifted(tensor: Tensor, distance: Tensor) -> Tensor:
+    """`tensor` (n, heads, L, d) whose rows move to the left by `distance` (n,), to the right where
+    it is negative; the first or last token fills up."""
+    rows, _, length, _ = tensor.shape
+    columns = torch.arange(length, device=tensor.device) + distance.unsqueeze(1)
+    row = torch.arange(rows, device=tensor.device).unsqueeze(1)
+    return tensor.transpose(1, 2)[row, columns.clamp(0, length - 1)].transpose(1, 2)
 
 
 @dataclass
@@ -260,21 +259,24 @@ class PooledMetadata:
         values = self.cache.values[layer][0]
         heads = len(keys)
         if heads not in self.kept:
-            starts, prefix_starts, prefix_lengths, last = (
-                part.view(self.count, -1)[:, -1:]
-                for part in (self.starts, self.prefix_starts, self.prefix_lengths, self.newest)
-            )
+            starts = self._of_last_token(self.starts)
+            prefix_starts = self._of_last_token(self.prefix_starts)
+            prefix_lengths = self._of_last_token(self.prefix_lengths)
+            last = self._of_last_token(self.newest)
             token = torch.arange(self.length, device=last.device).minimum(last)
-            own = starts + token - prefix_lengths
+            row_slots = starts + token - prefix_lengths
             # (count, length)
-            slots = torch.where(token < prefix_lengths, prefix_starts + token, own)
+            slots = torch.where(token < prefix_lengths, prefix_starts + token, row_slots)
             planes = torch.arange(heads, device=slots.device).view(-1, 1) * self.cache.capacity
             self.kept[heads] = (slots.unsqueeze(1) + planes).flatten()  # count, head, token
-        keys, values = (
-            part.flatten(0, 1).index_select(0, self.kept[heads]) for part in (keys, values)
-        )
+        keys = keys.flatten(0, 1).index_select(0, self.kept[heads])
+        values = values.flatten(0, 1).index_select(0, self.kept[heads])
         shape = self.count, heads, self.length, -1
         return keys.view(shape), values.view(shape)
+
+    def _of_last_token(self, column: Tensor) -> Tensor:
+        """(count,) or (count, L) -> (count, 1): what holds for the last new token of each row."""
+        return column.view(self.count, -1)[:, -1:]
 
     def segments(self, heads: int, window: int | None) -> tuple[Tensor, Tensor]:
         """The start and the number of the keys that each row and head attends to, int64. They are
@@ -284,13 +286,13 @@ class PooledMetadata:
         hidden, used = _last(self.own + 1, window)
         starts = self.starts + hidden
         if self.shares:
-            if window is None:
-                seen = self.prefix_lengths
-            else:
+            seen = self.prefix_lengths  # tokens of the prefix in the window
+            if window is not None:
                 seen = (window - used).clamp_min(0).minimum(self.prefix_lengths)
-            start = torch.where(seen > 0, self.prefix_starts + self.prefix_lengths - seen, starts)
-            starts = torch.cat([starts, start])
-            used = torch.cat([used, torch.where(seen > 0, seen, used)])
+            seen_starts = self.prefix_starts + self.prefix_lengths - seen
+            sees_prefix = seen > 0
+            starts = torch.cat([starts, torch.where(sees_prefix, seen_starts, starts)])
+            used = torch.cat([used, torch.where(sees_prefix, seen, used)])
         planes = torch.arange(heads, device=starts.device) * self.cache.capacity
         return (starts.unsqueeze(1) + planes).flatten(), used.repeat_interleave(heads)
 
@@ -313,9 +315,10 @@ class RolloutCache(Cache):
     next forward pass is a prefill."""
 
     def __init__(self, config: PreTrainedConfig | None = None) -> None:
-        super().__init__(
-            layers=DynamicCache(config=config).layers if config and has_states(config) else []
-        )
+        layers = []
+        if config and has_states(config):
+            layers = DynamicCache(config=config).layers
+        super().__init__(layers=layers)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -328,17 +331,18 @@ class RolloutCache(Cache):
         return 0
 
 
-State = tuple[int, str, int]  # layer, attribute of its cache layer, number
+State = tuple[int, str, int]  # layer, attribute of its cache layer, index in it
 
 
 def states_of(cache: Any) -> Iterator[tuple[State, Tensor]]:
     """The states in a cache of transformers, with one row for each row of the forward pass."""
-    for number, layer in enumerate(cache.layers):
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
-            for name in ("conv_states", "recurrent_states"):
-                for index, state in getattr(layer, name).items():
-                    if state is not None:
-                        yield (number, name, index), state
+    for layer_index, layer in enumerate(cache.layers):
+        if not isinstance(layer, LinearAttentionCacheLayerMixin):
+            continue
+        for name in ("conv_states", "recurrent_states"):
+            for index, state in getattr(layer, name).items():
+                if state is not None:
+                    yield (layer_index, name, index), state
 
 
 class RowStates:
@@ -361,14 +365,14 @@ class RowStates:
         fed = np.flatnonzero(source[new] >= 0)
         self._sequences = np.concatenate([self._sequences, sequences[new]])
         for key, state in list(states_of(prefilled)):
+            layer_index, name, index = key
             old = self._tables.pop(key, state[:0])
             if self._cache is not prefilled:  # whose view would keep the old table in memory
-                getattr(self._cache.layers[key[0]], key[1])[key[2]] = None
+                getattr(self._cache.layers[layer_index], name)[index] = None
             table = state.new_zeros(len(self._sequences), *state.shape[1:])
             table[:before] = old[:before]
-            rows, sources = (
-                torch.from_numpy(part).to(state.device) for part in (before + fed, source[new][fed])
-            )
+            rows = torch.from_numpy(before + fed).to(state.device)
+            sources = torch.from_numpy(source[new][fed]).to(state.device)
             self._tables[key] = table.index_copy_(0, rows, state[sources])
 
     def of(self, sequences: np.ndarray) -> RolloutCache:
@@ -377,87 +381,10 @@ class RowStates:
         source = order[np.searchsorted(self._sequences, sequences, sorter=order)]
         moved = np.flatnonzero(source != np.arange(len(sequences)))
         self._sequences = sequences
-        for (number, name, index), table in self._tables.items():
+        for (layer_index, name, index), table in self._tables.items():
             if len(moved):
-                rows, sources = (
-                    torch.from_numpy(part).to(table.device) for part in (moved, source[moved])
-                )
+                rows = torch.from_numpy(moved).to(table.device)
+                sources = torch.from_numpy(source[moved]).to(table.device)
                 table[rows] = table[sources]
-            getattr(self._cache.layers[number], name)[index] = table[: len(sequences)]
+            getattr(self._cache.layers[layer_index], name)[index] = table[: len(sequences)]
         return self._cache
-
-
-_log = logging.getLogger(__name__)
-
-MAX_ROWS = 256  # on a CPU, more rows make a step longer and no token cheaper
-MAX_ROWS_GPU = 1024  # on a GPU, rows share the time of reading the weights
-MEMORY_SHARE = 0.5  # share of a CPU's free memory that the KV cache may take
-# of a GPU's free memory: the larger of both is left for everything else
-RESERVE_SHARE = 0.1
-RESERVE_BYTES = 2 * 2**30
-LOGITS_SHARE = 0.1  # share of a GPU's free memory that the logits of a step may take
-LOGITS_BYTES = 6 * 4  # per row and token of the vocabulary: sampling holds about six fp32 copies
-
-
-@torch.no_grad()
-def cache_bytes(model: PreTrainedModel) -> tuple[int, int]:
-    """Bytes of the keys and values of one token, and of the states of one row, measured by caching
-    one token."""
-    ids = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
-    cache = DynamicCache(config=model.config)
-    model(input_ids=ids, past_key_values=cache, use_cache=True)
-    cached = [t for layer in cache.layers for t in vars(layer).values() if isinstance(t, Tensor)]
-    return max(1, sum(t.nbytes for t in cached)), sum(state.nbytes for _, state in states_of(cache))
-
-
-def rows_for_memory(model: PreTrainedModel, length: int) -> int:
-    """How many sequences of `length` tokens fit into the free memory, at least 1. On a CPU they get
-    `MEMORY_SHARE` of it; on a GPU all but a reserve, because generation needs little else."""
-    device, (per_token, states) = next(model.parameters()).device, cache_bytes(model)
-    per_row = per_token * length + 2 * states  # those of a prefill are copied
-    if device.type != "cuda":
-        free = available_memory() // local_world_size()
-        return max(1, min(MAX_ROWS, int(MEMORY_SHARE * free / per_row)))
-    (free, usable), logits = _free_on_gpu(device), vocabulary_size(model) * LOGITS_BYTES
-    fitting = min(usable / (per_row + logits), LOGITS_SHARE * free / logits)
-    return max(1, min(MAX_ROWS_GPU, int(fitting)))
-
-
-def pool_limits(model: PreTrainedModel, rows: int, length: int) -> tuple[int, int]:
-    """The largest number of running rows, `rows` if it is not 0, and the most slots of their KV
-    pool. On a GPU the rows do not depend on `length`, the most tokens of a sequence, because a row
-    takes slots as it grows; as many start as have room."""
-    device = next(model.parameters()).device
-    if device.type != "cuda":
-        rows = rows or rows_for_memory(model, length)
-        return rows, rows * length
-    (free, usable), logits = _free_on_gpu(device), vocabulary_size(model) * LOGITS_BYTES
-    rows = rows or max(1, min(MAX_ROWS_GPU, int(LOGITS_SHARE * free / logits)))
-    fitting = (usable - rows * logits) // cache_bytes(model)[0]
-    return rows, max(0, min(rows * length, fitting))
-
-
-def _free_on_gpu(device: torch.device) -> tuple[int, int]:
-    """Free bytes, and those that the KV cache may take of them: prefill, CUDA graphs and libraries
-    need some."""
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = torch.cuda.mem_get_info(device)[0] + unused
-    return free, free - max(RESERVE_BYTES, int(RESERVE_SHARE * free))
-
-
-def release_if_short(device: torch.device, needed: int) -> None:
-    """Give cached memory back to the device if less than `needed` + `RESERVE_BYTES` is free there.
-    A CUDA graph needs its own memory, and the allocator gives nothing back for it when the device
-    has too little. (pytorch issue 159674)"""
-    if torch.cuda.mem_get_info(device)[0] < RESERVE_BYTES + needed:
-        torch.cuda.empty_cache()
-
-
-def warn_of_memory(before: int, after: int) -> None:
-    """Warn, on every rank, that generation continues with fewer rows; empty the CUDA cache."""
-    line = f"rollout: rank {rank()} is out of memory with {before} rows; continuing with {after}"
-    _log.warning(line)
-    if not is_main():
-        print_line(f"warning: {line}")
-    if on_gpu():
-        torch.cuda.empty_cache()

@@ -14,8 +14,8 @@ from dschat_ppo.common.exit_codes import ran_out_of_memory
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.models.backbone import last_logits_argument, position_arguments, slot_arguments
+from dschat_ppo.rollout.cache_memory import warn_of_memory
 from dschat_ppo.rollout.continuous_batching import MaxOverRanks, never
-from dschat_ppo.rollout.kv_cache import warn_of_memory
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 
 GROWTH_TOKENS = 64  # by which a cache grows

@@ -14,14 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from dschat_ppo.rollout import continuous_batching, generator, kv_cache, running_batches
-from dschat_ppo.rollout.kv_cache import (
-    KVCache,
-    RowStates,
-    cache_bytes,
-    pool_limits,
-    rows_for_memory,
-)
+from dschat_ppo.rollout import cache_memory, continuous_batching, generator, running_batches
+from dschat_ppo.rollout.cache_memory import cached_bytes, pool_limits, rows_for_memory
+from dschat_ppo.rollout.kv_cache import KVCache, RowStates
 from dschat_ppo.rollout.padded_batches import GROWTH_TOKENS, InPlaceLayer, new_cache
 from dschat_ppo.rollout.running_batches import RunningPool
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
@@ -33,15 +28,15 @@ GIB = 2**30
 def test_bytes_of_a_token_by_hand():
     """Keys and values of 2 layers, 2 heads of 8 numbers, 4 bytes each; gpt2 has 4 heads. The first
     layer of lfm2 is a convolution of 3 tokens with 32 numbers each."""
-    assert cache_bytes(model_of("llama")) == (2 * 2 * 2 * 8 * 4, 0)
-    assert cache_bytes(model_of("gpt2")) == (2 * 2 * 4 * 8 * 4, 0)
-    assert cache_bytes(model_of("lfm2")) == (2 * 2 * 8 * 4, 3 * 32 * 4)
+    assert cached_bytes(model_of("llama")) == (2 * 2 * 2 * 8 * 4, 0)
+    assert cached_bytes(model_of("gpt2")) == (2 * 2 * 4 * 8 * 4, 0)
+    assert cached_bytes(model_of("lfm2")) == (2 * 2 * 8 * 4, 3 * 32 * 4)
 
 
 def test_rows_on_a_cpu_follow_the_free_memory_of_each_rank(monkeypatch):
     def rows_with(free: int, ranks: int = 1) -> int:
-        monkeypatch.setattr(kv_cache, "available_memory", lambda: free)
-        monkeypatch.setattr(kv_cache, "local_world_size", lambda: ranks)
+        monkeypatch.setattr(cache_memory, "available_memory", lambda: free)
+        monkeypatch.setattr(cache_memory, "local_world_size", lambda: ranks)
         return rows_for_memory(model_of("llama"), 100)
 
     assert (rows_with(2 * 256 * 100 * 10), rows_with(2 * 256 * 100 * 10 - 1), rows_with(1000)) == (
@@ -50,7 +45,7 @@ def test_rows_on_a_cpu_follow_the_free_memory_of_each_rank(monkeypatch):
         1,
     )
     assert rows_with(2 * 256 * 100 * 10, ranks=5) == 2
-    assert rows_with(2**50) == kv_cache.MAX_ROWS
+    assert rows_with(2**50) == cache_memory.MAX_ROWS
 
 
 @pytest.fixture
@@ -67,7 +62,7 @@ def gpu(monkeypatch):
             get_output_embeddings=lambda: SimpleNamespace(out_features=48),
         )
 
-    monkeypatch.setattr(kv_cache, "cache_bytes", lambda model: (256, 0))
+    monkeypatch.setattr(cache_memory, "cached_bytes", lambda model: (256, 0))
     return pretend
 
 
@@ -77,21 +72,23 @@ def test_rows_on_a_gpu_take_all_memory_but_a_reserve_and_the_logits(unused, gpu)
     assert rows_for_memory(gpu(2 * GIB + 10 * row, unused), 100) == 10
     assert rows_for_memory(gpu(2 * GIB + 10 * row - 1, unused), 100) == 9
     assert rows_for_memory(gpu(100 * GIB, unused), 90 * GIB // 256 // 500) == 499  # and the logits
-    assert rows_for_memory(gpu(100 * GIB, unused), 100) == kv_cache.MAX_ROWS_GPU
+    assert rows_for_memory(gpu(100 * GIB, unused), 100) == cache_memory.MAX_ROWS_GPU
     assert rows_for_memory(gpu(2 * GIB, unused), 100) == 1
 
 
 def test_the_rows_of_a_pool_do_not_depend_on_their_length_on_a_gpu(gpu, monkeypatch):
     """As many as a tenth of the memory has logits for; they share the slots that fit into the
     rest."""
-    most = kv_cache.MAX_ROWS_GPU
+    most = cache_memory.MAX_ROWS_GPU
     assert pool_limits(gpu(20 * GIB), 0, 10**6) == (most, (18 * GIB - most * 1152) // 256)
     assert pool_limits(gpu(20 * GIB), 64, 100) == (64, 6400)
     assert pool_limits(gpu(3 * GIB), 64, 10**6) == (64, (GIB - 64 * 1152) // 256)
     assert pool_limits(gpu(2 * GIB), 64, 100) == (64, 0)  # the pool adds one sequence
-    monkeypatch.setattr(kv_cache, "vocabulary_size", lambda model: 2**20)  # 24 MiB of logits a row
+    monkeypatch.setattr(
+        cache_memory, "vocabulary_size", lambda model: 2**20
+    )  # 24 MiB of logits a row
     assert pool_limits(gpu(4800 * 2**20), 0, 100)[0] == 20
-    monkeypatch.setattr(kv_cache, "rows_for_memory", lambda model, length: 700 // length)
+    monkeypatch.setattr(cache_memory, "rows_for_memory", lambda model, length: 700 // length)
     assert pool_limits(model_of("llama"), 0, 70) == (
         10,
         700,
