@@ -29,7 +29,8 @@ from dschat_ppo.rollout.kv_cache import (
     RolloutCache,
     RowStates,
 )
-from dschat_ppo.rollout.running_batches import PooledRows, Rows, RunningBatches, RunningPool
+from dschat_ppo.rollout.running_batches import RunningBatches, RunningRows
+from dschat_ppo.rollout.running_pool import PooledRows, RunningPool
 from dschat_ppo.rollout.sampling import ASK_DEVICE, NucleusSearch
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 from dschat_ppo.types import FinishReason
@@ -271,7 +272,7 @@ class ContinuousBatching:
         finished = finished | self._find_stop_strings(rows, 1)
         running.advance(finished, 1)
 
-    def _find_stop_strings(self, rows: Rows, tokens: int) -> np.ndarray:
+    def _find_stop_strings(self, rows: RunningRows, tokens: int) -> np.ndarray:
         """(n,) bool, True for rows in which one of the last `tokens` completed a stop string."""
         if not self.buffers.stopping.stop_strings:
             return np.zeros(len(rows), dtype=bool)

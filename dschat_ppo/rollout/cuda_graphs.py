@@ -19,7 +19,7 @@ from dschat_ppo.common.exit_codes import ran_out_of_memory
 from dschat_ppo.common.phases import largest_peak
 from dschat_ppo.rollout.cache_memory import LOGITS_BYTES, release_if_short
 from dschat_ppo.rollout.kv_cache import SPARE, KVCache, PooledMetadata
-from dschat_ppo.rollout.running_batches import PooledRows
+from dschat_ppo.rollout.running_pool import PooledRows
 from dschat_ppo.rollout.sampling import NUCLEUS_STATIC, NucleusSearch
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 

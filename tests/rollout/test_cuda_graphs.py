@@ -22,10 +22,11 @@ from dschat_ppo.rollout import (
     decode_kernels,
     generator,
     running_batches,
+    running_pool,
 )
 from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, RolloutGraphs, StaticMemory, row_bucket
 from dschat_ppo.rollout.kv_cache import KVCache
-from dschat_ppo.rollout.running_batches import PooledRows, RunningPool
+from dschat_ppo.rollout.running_pool import PooledRows, RunningPool
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
@@ -389,7 +390,7 @@ LITTLE = {"ample": 10**6, "little": 110, "one long row": 0}
 @pytest.fixture
 def small_segments(monkeypatch) -> None:
     """Segments that fill up in the middle of an answer, and shared prompts of 8 tokens."""
-    monkeypatch.setattr(running_batches, "FIRST_TOKENS", 5)
+    monkeypatch.setattr(running_pool, "FIRST_TOKENS", 5)
     monkeypatch.setattr(running_batches, "GROWTH", 4)
     monkeypatch.setattr(continuous_batching, "MIN_SHARED_TOKENS", 8)
 

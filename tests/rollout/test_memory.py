@@ -14,11 +14,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from dschat_ppo.rollout import cache_memory, continuous_batching, generator, running_batches
+from dschat_ppo.rollout import (
+    cache_memory,
+    continuous_batching,
+    generator,
+    running_batches,
+    running_pool,
+)
 from dschat_ppo.rollout.cache_memory import cached_bytes, pool_limits, rows_for_memory
 from dschat_ppo.rollout.kv_cache import KVCache, RowStates
 from dschat_ppo.rollout.padded_batches import GROWTH_TOKENS, InPlaceLayer, new_cache
-from dschat_ppo.rollout.running_batches import RunningPool
+from dschat_ppo.rollout.running_pool import RunningPool
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 
@@ -295,7 +301,7 @@ def test_episodes_whose_slots_run_out_stop_and_start_again(slots, monkeypatch):
     monkeypatch.setattr(RunningPool, "stop_for_slots", noting)
     monkeypatch.setattr(generator, "pool_limits", lambda model, rows, length: (rows, slots))
     monkeypatch.setattr(continuous_batching, "CPU_POLL", continuous_batching.POLL)  # as on a GPU
-    monkeypatch.setattr(running_batches, "FIRST_TOKENS", 2)
+    monkeypatch.setattr(running_pool, "FIRST_TOKENS", 2)
     monkeypatch.setattr(running_batches, "GROWTH", 4)
     assert_same_episodes(*episodes())
     assert len(stopped) > len(waited) > 0
@@ -356,7 +362,7 @@ def test_only_one_layer_is_in_memory_twice(way, growing, caches, monkeypatch):
     """Growing, merging and removing rows leave no copies: where one is made, there are keys and
     values of two layers of each cache once, and about as many caches as batches."""
     monkeypatch.setattr(running_batches, "GROWTH", 4)
-    monkeypatch.setattr(running_batches, "FIRST_TOKENS", 2)
+    monkeypatch.setattr(running_pool, "FIRST_TOKENS", 2)
     original, made, callers = torch.Tensor.new_zeros, [], set()
 
     def allocating(like, *shape):

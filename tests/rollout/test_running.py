@@ -13,11 +13,12 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from dschat_ppo.rollout import continuous_batching, running_batches
+from dschat_ppo.rollout import continuous_batching, running_batches, running_pool
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching
 from dschat_ppo.rollout.cuda_graphs import StaticMemory
 from dschat_ppo.rollout.kv_cache import SPARE, KVCache, PooledMetadata, PrefillMetadata
-from dschat_ppo.rollout.running_batches import MAX_BATCHES, FreeSlots, RunningBatches, RunningPool
+from dschat_ppo.rollout.running_batches import MAX_BATCHES, RunningBatches
+from dschat_ppo.rollout.running_pool import FreeSlots, RunningPool
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 from dschat_ppo.types import PromptBatch
@@ -34,7 +35,7 @@ OUT_OF_MEMORY = (
 def small(monkeypatch) -> None:
     monkeypatch.setattr(continuous_batching, "installed", lambda *_: nullcontext())
     monkeypatch.setattr(continuous_batching, "POLL", STEP)
-    monkeypatch.setattr(running_batches, "FIRST_TOKENS", FIRST)
+    monkeypatch.setattr(running_pool, "FIRST_TOKENS", FIRST)
     monkeypatch.setattr(running_batches, "GROWTH", STEP)
 
 
