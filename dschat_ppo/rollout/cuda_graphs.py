@@ -41,20 +41,21 @@ Step = Callable[[Tensor, Tensor, list[PooledMetadata], NucleusSearch], Tensor]
 
 class Bucket(NamedTuple):
     """What a recorded step is made for: at most `rows` rows of at most `length` tokens. `shares`:
-    whether some share their prompt; `whole`: whether the nucleus is searched in the whole
+    whether some share their prompt; `searches_all`: whether the nucleus is searched in the whole
     vocabulary."""
 
     rows: int
     length: int
     shares: bool
-    whole: bool
+    searches_all: bool
 
 
 def row_bucket(count: int, most: int) -> int:
     """Rows of the bucket for `count` rows: 4, 16, then the next power of two, at most `most`."""
-    return min(
-        next((rows for rows in SMALL_ROWS if count <= rows), 1 << (count - 1).bit_length()), most
-    )
+    for rows in SMALL_ROWS:
+        if count <= rows:
+            return min(rows, most)
+    return min(1 << (count - 1).bit_length(), most)
 
 
 class GraphRecorder:
@@ -91,6 +92,7 @@ class GraphRecorder:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def _check_for_waits(self, step: Callable[[], None]) -> None:
+        """Run `step`, and refuse to record any if the host waits for the GPU in it."""
         before = torch.cuda.get_sync_debug_mode()
         try:
             with warnings.catch_warnings():
@@ -145,7 +147,7 @@ class GraphRecorder:
 
 class StaticMemory:
     """What recorded steps refer to by address, and their graphs. `entries` (6, rows) int64 are the
-    inputs: sequences, positions, and `own`, `starts`, `prefix_starts` and `prefix_lengths` of
+    inputs: sequences, positions, and `offsets`, `starts`, `prefix_starts` and `prefix_lengths` of
     `PooledMetadata`. `marks` (2, rows) bool are finished rows and rows whose nucleus overflowed.
     `most_slots` is the largest capacity of the pool. Without a `recorder` steps run without graphs,
     as on the CPU."""
@@ -158,6 +160,7 @@ class StaticMemory:
         most_slots: int,
         recorder: GraphRecorder | None = None,
     ):
+        """Memory for steps of at most `rows` rows, which read and write `buffers` and `pool`."""
         device = buffers.token_ids.device
         self.recorder = recorder
         self.buffers = buffers
@@ -183,7 +186,8 @@ class StaticMemory:
 
     def release(self) -> None:
         """Drop all graphs, their memory, and what the pool holds."""
-        self._graphs, self.graph_pool = {}, None
+        self._graphs = {}
+        self.graph_pool = None
         self.pool.keys = {}
         self.pool.values = {}
         self.pool.capacity = SPARE + 1
@@ -213,28 +217,30 @@ class GraphedDecoder:
     def run(self, rows: PooledRows, most_rows: int) -> np.ndarray:
         """Generate `poll` tokens for every running row, of at most `most_rows`; (n,) bool, True for
         finished ones."""
-        whole = self.overflows >= OVERFLOWS
-        finished, overflow = self._generate(rows, most_rows, whole)
-        if overflow.any() and not whole:
+        searches_all = self.overflows >= OVERFLOWS
+        finished, overflow = self._generate(rows, most_rows, searches_all)
+        if overflow.any() and not searches_all:
             self.overflows += 1
             counts = rows.positions + 1 - self.prompt_lengths[rows.sequences]
             # without the tokens of this poll
             self.memory.buffers.reset(rows.sequences.tolist(), counts.tolist())
-            finished, _ = self._generate(rows, most_rows, True)
+            finished, _ = self._generate(rows, most_rows, searches_all=True)
         return finished
 
-    def _generate(self, rows: PooledRows, most_rows: int, whole: bool) -> np.ndarray:
+    def _generate(self, rows: PooledRows, most_rows: int, searches_all: bool) -> np.ndarray:
         """(2, n) bool: finished rows, and rows whose nucleus was larger than the tokens
         searched."""
-        length = self.memory.buffers.width  # most tokens of a row, of prompt and answer
-        # a check after each token makes steps of any size worthwhile
-        count, step = (
-            (len(rows), 1) if self.poll == 1 else (row_bucket(len(rows), most_rows), LENGTH_STEP)
-        )
+        count = row_bucket(len(rows), most_rows)
+        length_step = LENGTH_STEP
+        if self.poll == 1:  # a check after each token makes steps of any size worthwhile
+            count = len(rows)
+            length_step = 1
+        length = self.memory.buffers.width  # most tokens of a row, of prompt and response
         if self.reads_all_slots():
-            length = min(-(-(int(rows.positions.max()) + self.poll) // step) * step, length)
+            needed = int(rows.positions.max()) + self.poll
+            length = min(-(-needed // length_step) * length_step, length)
         shares = bool(rows.prefix_lengths.any())
-        advance = self._advance_of(Bucket(count, length, shares, whole))
+        advance = self._advance_of(Bucket(count, length, shares, searches_all))
         self._load(rows)
         for _ in range(self.poll):
             advance()
@@ -246,7 +252,7 @@ class GraphedDecoder:
         entries = np.zeros(self.memory.entries.shape, dtype=np.int64)
         entries[0] = self.memory.buffers.count
         if rows is not None:
-            numbers = (
+            entries[:, : len(rows)] = (
                 rows.sequences,
                 rows.positions,
                 rows.slots,
@@ -254,28 +260,32 @@ class GraphedDecoder:
                 rows.prefixes,
                 rows.prefix_lengths,
             )
-            entries[:, : len(rows)] = numbers
         self.memory.entries.copy_(torch.from_numpy(entries))
         self.memory.marks.zero_()
 
     def _advance(self, bucket: Bucket) -> None:
+        """Generate one token for each entry of the bucket, mark what finished, and make the entries
+        those of the next token. Nothing waits for the device."""
         memory = self.memory
         spare = self.memory.buffers.count
         entries = memory.entries[:, : bucket.rows]
         marks = memory.marks[:, : bucket.rows]
-        sequences, positions, own, starts, prefix_starts, prefix_lengths = entries
+        sequences, positions, offsets, starts, prefix_starts, prefix_lengths = entries
         idle = sequences == spare
         overflow = torch.zeros_like(marks[1])
         metadata = PooledMetadata(
             memory.pool,
-            own,
+            offsets,
             starts,
             prefix_starts,
             prefix_lengths,
             length=bucket.length,
             shares=bucket.shares,
         )
-        search = NucleusSearch(None if bucket.whole else NUCLEUS_STATIC, overflow)
+        searched_tokens: int | None = NUCLEUS_STATIC
+        if bucket.searches_all:
+            searched_tokens = None
+        search = NucleusSearch(searched_tokens, overflow)
         finished = self.step(sequences, positions, [metadata], search)
         marks[0] |= finished
         marks[1] |= overflow & ~idle
@@ -309,11 +319,12 @@ class GraphedDecoder:
         if recorder.refusal:
             return eager
         try:
-            graphs[bucket] = graph = recorder.record(eager, self.memory.graph_pool)
+            graph = recorder.record(eager, self.memory.graph_pool)
         except RuntimeError as problem:
             if ran_out_of_memory(problem):
                 raise
             return eager
+        graphs[bucket] = graph
         return graph.replay
 
 
@@ -326,7 +337,7 @@ class RolloutGraphs:
 
     def __init__(self) -> None:
         self.recorder = GraphRecorder()
-        self._kept: StaticMemory | None = None
+        self._memory: StaticMemory | None = None
         self._weights_move = False
         self._capacities: dict[Hashable, int] = {}
         # what is kept was counted in the peaks of updates, if they are the largest
@@ -340,26 +351,27 @@ class RolloutGraphs:
     def take(self, key: Hashable, width: int, model: nn.Module) -> StaticMemory | None:
         """The memory of the last rollout, or None, after which it is released. `key`: all that is
         part of a recorded step of `model`, and the number of sequences. `width`: of the prompts."""
-        kept = self._kept
-        self._kept = None
-        if kept is None or kept.key != key or kept.buffers.prompt_width < width:
+        memory = self._memory
+        self._memory = None
+        if memory is None or memory.key != key or memory.buffers.prompt_width < width:
             return None
-        if kept.addresses != _addresses(model):
+        if memory.addresses != _addresses(model):
             self._weights_move = True
             return None
-        return kept
+        return memory
 
     def keep(self, key: Hashable, model: nn.Module, memory: StaticMemory) -> None:
         """Keep what a rollout used for the next one, if it is small and its graphs will be
         valid."""
-        self._capacities[key], buffers = memory.pool.capacity, memory.buffers
+        self._capacities[key] = memory.pool.capacity
+        buffers = memory.buffers
         if not memory.graphs or self._weights_move:
             return
         logits = memory.entries.shape[1] * len(buffers.is_end) * LOGITS_BYTES
         if self._fits(memory.pool.nbytes + buffers.nbytes + logits, buffers.token_ids.device):
             memory.key = key
             memory.addresses = _addresses(model)
-            self._kept = memory
+            self._memory = memory
 
     def _fits(self, size: int, device: torch.device) -> bool:
         """Whether updates leave `size` bytes for what is kept. The largest one is known after the
@@ -367,15 +379,18 @@ class RolloutGraphs:
         total = torch.cuda.mem_get_info(device)[1]
         peak = largest_peak("train")
         is_small = size <= KEPT_SHARE * total
-        beside = 0 if self._is_beside_training else size
+        added = size  # to the peak, unless that has counted it
+        if self._is_beside_training:
+            added = 0
         fits = (
             peak is not None
             and size <= MOST_KEPT_SHARE * total
-            and peak + beside <= (1 - LEFT_SHARE) * total
+            and peak + added <= (1 - LEFT_SHARE) * total
         )
         self._is_beside_training = fits and not is_small
         return is_small or fits
 
 
 def _addresses(model: nn.Module) -> tuple[int, ...]:
+    """Where the weights and buffers of `model` are in memory."""
     return tuple(tensor.data_ptr() for tensor in chain(model.parameters(), model.buffers()))

@@ -314,7 +314,7 @@ def _agrees(
     pool.values[0] = random(1, kv_heads, 900, width)
     query = random(8, heads, 1, width)
     scale = width**-0.5
-    own, starts, prefix_starts, prefix_lengths = torch.tensor(
+    offsets, starts, prefix_starts, prefix_lengths = torch.tensor(
         [
             [0, 200, 17, 99, 5, 1, 30, 4],
             [7, 300, 650, 501, 10, 12, 840, 700],
@@ -324,7 +324,7 @@ def _agrees(
         device=device,
     )
     batch = PooledMetadata(
-        pool, own, starts, prefix_starts, prefix_lengths, length=300, shares=True
+        pool, offsets, starts, prefix_starts, prefix_lengths, length=300, shares=True
     )
     with attempt() as tried:
         output = FlashDecode(kernel)(batch, 0, query, query, query, scale, None)

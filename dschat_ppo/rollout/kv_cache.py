@@ -212,16 +212,17 @@ class PooledMetadata:
     """A decode step of rows in a pool, a `KVCache` of one row. All tensors are (count,) int64.
 
     The tokens of a row are `prefix_lengths` tokens from slot `prefix_starts` on, which other rows
-    may share (0: none), then tokens of the row alone, from slot `starts` on; the new token is
-    number `own` of these. No row has more than `length` tokens. An idle row has 0 everywhere.
+    may share (0: none), then tokens of the row alone, from slot `starts` on; the new token goes to
+    the slot `offsets` after that. No row has more than `length` tokens. An idle row has 0
+    everywhere.
     `shares` is whether some row has a prefix.
 
-    With L new tokens of each row, `own` is (count, L), not descending, and the others are (count,
+    With L new tokens of each row, `offsets` is (count, L), not descending, and the others are (count,
     1).
     """
 
     cache: KVCache
-    own: Tensor
+    offsets: Tensor
     starts: Tensor
     prefix_starts: Tensor
     prefix_lengths: Tensor
@@ -235,22 +236,22 @@ class PooledMetadata:
     @property
     def count(self) -> int:
         """Rows of the step."""
-        return len(self.own)
+        return len(self.offsets)
 
     @cached_property
     def rows(self) -> Tensor:
         """The row of `cache` to which each new token goes: there is one."""
-        return torch.zeros_like(self.own)
+        return torch.zeros_like(self.offsets)
 
     @cached_property
     def slots(self) -> Tensor:
         """The slot to which each new token goes."""
-        return self.starts + self.own
+        return self.starts + self.offsets
 
     @property
     def newest(self) -> Tensor:
-        """The number of the new token of each row among all its tokens, shaped as `own`."""
-        return self.prefix_lengths + self.own
+        """The number of the new token of each row among all its tokens, shaped as `offsets`."""
+        return self.prefix_lengths + self.offsets
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `length` tokens, (count, kv_heads, length, head_dim), copied
@@ -283,7 +284,7 @@ class PooledMetadata:
         (count * heads,), or with shared prefixes (2 * count * heads,): own tokens, then those of
         the prefix. A row that sees no prefix has its own tokens there again, because attention to
         no key has no result."""
-        hidden, used = _last(self.own + 1, window)
+        hidden, used = _last(self.offsets + 1, window)
         starts = self.starts + hidden
         if self.shares:
             seen = self.prefix_lengths  # tokens of the prefix in the window
@@ -298,7 +299,7 @@ class PooledMetadata:
 
     def places(self, heads: int) -> Tensor:
         """What `operations.decode_attention` wants to know of the rows, (4, count) int64."""
-        return torch.stack([self.own, self.starts, self.prefix_starts, self.prefix_lengths])
+        return torch.stack([self.offsets, self.starts, self.prefix_starts, self.prefix_lengths])
 
 
 def _last(tokens: Tensor, window: int | None) -> tuple[Tensor, Tensor]:

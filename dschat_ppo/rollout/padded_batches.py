@@ -37,18 +37,19 @@ class InPlaceLayer(DynamicLayer):
         new = (key_states, value_states)
         if not self.buffers:
             self.lazy_initialization(key_states, value_states)
-            self.buffers = [part[:, :, :0] for part in new]
+            self.buffers = [states[:, :, :0] for states in new]
         first = self.length
         self.length = self.length + key_states.shape[2]
-        if self.length > self.buffers[0].shape[2]:
-            spare = self.length + GROWTH_TOKENS - self.buffers[0].shape[2]
+        capacity = self.buffers[0].shape[2]
+        if self.length > capacity:
+            added = self.length + GROWTH_TOKENS - capacity
             self.buffers = [
-                torch.nn.functional.pad(part, (0, 0, 0, spare)) for part in self.buffers
+                torch.nn.functional.pad(buffer, (0, 0, 0, added)) for buffer in self.buffers
             ]
-        for part, states in zip(self.buffers, new, strict=True):
-            part[:, :, first : self.length] = states
-        keys, values = (part[:, :, : self.length] for part in self.buffers)
-        return keys, values
+        for buffer, states in zip(self.buffers, new, strict=True):
+            buffer[:, :, first : self.length] = states
+        keys, values = self.buffers
+        return keys[:, :, : self.length], values[:, :, : self.length]
 
     def get_seq_length(self) -> int:
         """Number of cached tokens."""
@@ -58,18 +59,15 @@ class InPlaceLayer(DynamicLayer):
 def new_cache(model: PreTrainedModel) -> Cache:
     """An empty cache that grows in place, or transformers' own for models with layers other than
     plain attention."""
-    own = DynamicCache(config=model.config)
-    plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in own.layers)
-    if plain:
+    cache = DynamicCache(config=model.config)
+    if all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
         return Cache(layer_class_to_replicate=InPlaceLayer)
-    return own
+    return cache
 
 
 class PaddedBatches:
-    """Generates all sequences of `buffers` in batches of at most `rows`, each until its last
-    sequence is finished. Arguments as in `ContinuousBatching`. Without `cached`, each token is a
-    forward pass of whole right-padded rows, as in training: some models have no cache under
-    transformers' usual name, or padding on the left changes their numbers."""
+    """Generates all sequences of some buffers in batches, each until its last sequence is
+    finished."""
 
     def __init__(
         self,
@@ -80,11 +78,19 @@ class PaddedBatches:
         cancelled: Callable[[], bool] = never,
         cached: bool = True,
     ):
+        """Arguments as in `ContinuousBatching`, and:
+
+        Args:
+            rows: most sequences of a batch.
+            cached: keep keys and values. Without, each token is a forward pass of whole
+                right-padded rows, as in training: some models have no cache under transformers'
+                usual name, or padding on the left changes their numbers.
+        """
         self.model = model
         self.cached = cached
         self.buffers = buffers
         self.rows = rows
-        self.max_over_ranks: MaxOverRanks = max_over_ranks or (lambda number: number)
+        self.max_over_ranks: MaxOverRanks = max_over_ranks or (lambda count: count)
         self.synchronised = max_over_ranks is not None
         self.cancelled = cancelled
 
@@ -93,7 +99,12 @@ class PaddedBatches:
         """Generate until all are finished or it is cancelled; without memory again, with half the
         rows."""
         waiting = torch.argsort(self.buffers.prompt_lengths[:-1], descending=True, stable=True)
-        while self.max_over_ranks(0 if self.cancelled() else len(waiting)):
+        while True:
+            left = len(waiting)
+            if self.cancelled():
+                left = 0
+            if not self.max_over_ranks(left):
+                break
             batch = waiting[: self.rows]
             try:
                 for _ in self.tokens(batch):
@@ -117,7 +128,9 @@ class PaddedBatches:
         buffers = self.buffers
         device = sequences.device
         spare = torch.full((1,), buffers.count, device=device)
-        rows = sequences if len(sequences) else spare
+        rows = sequences
+        if not len(sequences):
+            rows = spare
         lengths = buffers.prompt_lengths[rows].unsqueeze(1)
         longest = int(lengths.max())
         # negative in the left padding
@@ -130,37 +143,44 @@ class PaddedBatches:
         while self.max_over_ranks(int(running.any() and not self.cancelled())):
             heartbeat()
             if self.cached:
-                positions = (mask.cumsum(dim=1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-                output = self.model(
-                    input_ids=ids,
-                    attention_mask=mask,
-                    past_key_values=cache,
-                    use_cache=True,
-                    **position_arguments(self.model, positions),
-                    **last_logits_argument(self.model, 1),
-                )
-                logits = output.logits[:, -1]
+                logits = self._cached_logits(ids, mask, cache)
             else:
-                whole = buffers.token_ids[rows, : mask.shape[1]]
-                arguments = slot_arguments(self.model, whole)
-                output = self.model(
-                    input_ids=whole, attention_mask=None, use_cache=False, **arguments
-                )
-                logits = output.logits[
-                    torch.arange(len(rows), device=device), lengths.squeeze(1) + counts - 1
-                ]
+                last = lengths.squeeze(1) + counts - 1
+                logits = self._logits_of_rows(rows, mask.shape[1], last)
             tokens, logprobs = buffers.draw(
                 logits, rows, counts.clamp_max(buffers.response_width - 1)
             )
             targets = torch.where(running, rows, spare)
             finished = buffers.append(targets, torch.where(running, counts, 0), tokens, logprobs)
             if buffers.stopping.stop_strings:
-                checked = rows[running].cpu().numpy(), counts[running].cpu().numpy()
-                finished[running] |= torch.from_numpy(buffers.find_stop_strings(*checked, 1)).to(
-                    device
-                )
+                running_rows = rows[running].cpu().numpy()
+                running_counts = counts[running].cpu().numpy()
+                stopped = buffers.find_stop_strings(running_rows, running_counts, 1)
+                finished[running] |= torch.from_numpy(stopped).to(device)
             running = running & ~finished
             ids = tokens.unsqueeze(1)
             counts = counts + 1
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
             yield tokens
+
+    def _cached_logits(self, ids: Tensor, mask: Tensor, cache: Cache) -> Tensor:
+        """Logits (n, V) after the new tokens `ids` (n, L), whose earlier ones are in `cache`.
+        `mask` (n, tokens so far) int64, 0 in the padding on the left."""
+        positions = (mask.cumsum(dim=1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        output = self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            **position_arguments(self.model, positions),
+            **last_logits_argument(self.model, 1),
+        )
+        return output.logits[:, -1]
+
+    def _logits_of_rows(self, rows: Tensor, width: int, last: Tensor) -> Tensor:
+        """Logits (n, V) after the token in column `last` (n,) of the buffers' `rows` (n,), by a
+        pass of their first `width` columns."""
+        ids = self.buffers.token_ids[rows, :width]
+        arguments = slot_arguments(self.model, ids)
+        output = self.model(input_ids=ids, attention_mask=None, use_cache=False, **arguments)
+        return output.logits[torch.arange(len(rows), device=rows.device), last]

@@ -43,9 +43,8 @@ def row_uniforms(seeds: Tensor, count: int) -> Tensor:
     times an odd constant."""
     steps = np.arange(1, count + 1, dtype=np.uint64) * SPLITMIX_STEP
     z = splitmix64(seeds.cpu().numpy().view(np.uint64)[:, None] + steps[None, :])
-    return torch.from_numpy((z >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)).to(
-        seeds.device
-    )
+    uniforms = (z >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
+    return torch.from_numpy(uniforms).to(seeds.device)
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -56,28 +55,29 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     `uniform * total`, then the index inside it. An index of weight 0 is never drawn. `weights` (B,
     V) fp32, at least 0, one above 0 in each row; `uniforms` (B,) fp32 in [0, 1).
     """
-    spare = -weights.shape[1] % BLOCK
-    if spare:
-        weights = torch.nn.functional.pad(weights, (0, spare))
+    padding = -weights.shape[1] % BLOCK
+    if padding:
+        weights = torch.nn.functional.pad(weights, (0, padding))
     blocks = weights.unflatten(1, (-1, BLOCK))
-    candidates = blocks.sum(dim=2)
-    target = uniforms.unsqueeze(1)
-    for level in ("block", "index"):
-        ends = _running_sums(candidates)
-        if level == "block":
-            target = target * ends[:, -1:]
-        # Rounding may put the target at the end or past it; a parallel sum does not always grow
-        # where a weight does.
-        positive = candidates > 0
-        last = torch.where(positive, ends, 0.0).amax(dim=1, keepdim=True)
-        above = ends > torch.minimum(target, last * (1 - 2.0**-23))
-        found = (above & positive).to(torch.uint8).argmax(dim=1, keepdim=True)  # (B, 1)
-        if level == "block":
-            block = found
-            before = torch.where(found > 0, ends.gather(1, (found - 1).clamp_min(0)), 0.0)
-            target = target - before
-            candidates = blocks.gather(1, block.unsqueeze(2).expand(-1, 1, BLOCK)).squeeze(1)
-    return (block * BLOCK + found).squeeze(1)
+    totals = blocks.sum(dim=2)
+    ends = _running_sums(totals)
+    target = uniforms.unsqueeze(1) * ends[:, -1:]
+    block = _first_past(totals, ends, target)  # (B, 1)
+    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp_min(0)), 0.0)
+    in_block = blocks.gather(1, block.unsqueeze(2).expand(-1, 1, BLOCK)).squeeze(1)
+    index = _first_past(in_block, _running_sums(in_block), target - before)
+    return (block * BLOCK + index).squeeze(1)
+
+
+def _first_past(weights: Tensor, ends: Tensor, target: Tensor) -> Tensor:
+    """(B, 1) int64: the first index with a weight above 0 whose running sum is above `target`
+    (B, 1); `ends` (B, n) are the running sums of `weights` (B, n)."""
+    # Rounding may put the target at the end or past it; a parallel sum does not always grow where a
+    # weight does.
+    positive = weights > 0
+    last = torch.where(positive, ends, 0.0).amax(dim=1, keepdim=True)
+    above = ends > torch.minimum(target, last * (1 - 2.0**-23))
+    return (above & positive).to(torch.uint8).argmax(dim=1, keepdim=True)
 
 
 def _running_sums(weights: Tensor) -> Tensor:
@@ -112,10 +112,10 @@ def _nucleus_floor(weights: Tensor, top_p: float, search: NucleusSearch) -> Tens
         ordered = weights.sort(dim=1, descending=True).values
     else:
         ordered = weights.topk(search.tokens, dim=1).values
-        held = ordered.sum(dim=1, keepdim=True) >= mass
+        is_enough = ordered.sum(dim=1, keepdim=True) >= mass
         if search.overflow is not None:
-            search.overflow.logical_or_(~held.squeeze(1))
-        elif not bool(held.all()):
+            search.overflow.logical_or_(~is_enough.squeeze(1))
+        elif not bool(is_enough.all()):
             ordered = weights.sort(dim=1, descending=True).values
     inside = _running_sums(ordered) - ordered < mass
     return torch.where(inside, ordered, float("inf")).amin(dim=1, keepdim=True)
@@ -129,49 +129,56 @@ def sample(
     forbidden: Tensor | None = None,
     search: NucleusSearch = ASK_DEVICE,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token per row, from `logits` (B, V) of any floating dtype. `uniforms` (B,) fp32 in
-    [0, 1) are the only source of randomness. `seen` (B, V) bool: True for tokens already in the
-    row; needed for a repetition penalty. `forbidden` (B, V) bool: True for tokens that must not be
-    drawn.
+    """Draw one token per row.
 
-    Returns (tokens (B,) int64, their logprobs (B,) fp32 under `softmax(logits / temperature)`
-    without the forbidden ones). That is the policy's distribution before penalty and truncation,
-    the one that training differentiates.
+    Args:
+        logits: (B, V) of any floating dtype.
+        sampling: temperature, penalty and truncation.
+        uniforms: (B,) fp32 in [0, 1), the only source of randomness.
+        seen: (B, V) bool, True for tokens already in the row; needed for a repetition penalty.
+        forbidden: (B, V) bool, True for tokens that must not be drawn.
+        search: where `top_p` looks for the nucleus.
+
+    Returns:
+        Tokens (B,) int64, and their logprobs (B,) fp32 under `softmax(logits / temperature)`
+        without the forbidden ones. That is the policy's distribution before penalty and truncation,
+        the one that training differentiates.
     """
-    if forbidden is None:
-        plain = logits.float()
-    else:
-        plain = logits.float().masked_fill(forbidden, float("-inf"))
+    plain = logits.float()
+    if forbidden is not None:
+        plain = plain.masked_fill(forbidden, float("-inf"))
+    scaled = plain
     if sampling.temperature != 1:
         scaled = plain / sampling.temperature
-    else:
-        scaled = plain
     top = scaled.amax(dim=1, keepdim=True)
     weights = (scaled - top).exp_()
     log_total = weights.sum(dim=1).log_()
     if sampling.repetition_penalty != 1 and seen is not None:
         penalty = sampling.repetition_penalty  # (Keskar et al. 2019, section 4.1)
-        steered = torch.where(seen, torch.where(plain > 0, plain / penalty, plain * penalty), plain)
+        penalised = torch.where(plain > 0, plain / penalty, plain * penalty)
+        steered = torch.where(seen, penalised, plain)
         weights = torch.softmax(steered / sampling.temperature, dim=1)
     if sampling.top_k == 1:
         tokens = weights.argmax(dim=1)
     else:
-        # 0 for all tokens but the `top_k` likeliest; of those, the nucleus; of those, `min_p`; ties
-        # stay together
-        if 0 < sampling.top_k < weights.shape[1]:
-            floor = weights.topk(sampling.top_k, dim=1).values[:, -1:]
-            weights = torch.where(weights >= floor, weights, 0.0)
-        if sampling.top_p < 1:
-            weights = torch.where(
-                weights >= _nucleus_floor(weights, sampling.top_p, search), weights, 0.0
-            )
-        if sampling.min_p > 0:
-            weights = torch.where(
-                weights >= sampling.min_p * weights.amax(dim=1, keepdim=True), weights, 0.0
-            )
-        tokens = draw(weights, uniforms)
+        tokens = draw(_truncated(weights, sampling, search), uniforms)
     chosen = scaled.gather(1, tokens.unsqueeze(1))
     return tokens, (chosen - top).squeeze(1) - log_total
+
+
+def _truncated(weights: Tensor, sampling: SamplingParameters, search: NucleusSearch) -> Tensor:
+    """`weights` (B, V), 0 for all tokens but the `top_k` likeliest; of those, the nucleus; of
+    those, `min_p`. Ties stay together."""
+    if 0 < sampling.top_k < weights.shape[1]:
+        floor = weights.topk(sampling.top_k, dim=1).values[:, -1:]
+        weights = torch.where(weights >= floor, weights, 0.0)
+    if sampling.top_p < 1:
+        floor = _nucleus_floor(weights, sampling.top_p, search)
+        weights = torch.where(weights >= floor, weights, 0.0)
+    if sampling.min_p > 0:
+        floor = sampling.min_p * weights.amax(dim=1, keepdim=True)
+        weights = torch.where(weights >= floor, weights, 0.0)
+    return weights
 
 
 Decode = Callable[[list[list[int]]], list[str]]
@@ -217,4 +224,8 @@ class StoppingCriteria:
         `reach` ids, or all."""
         if self.decode is None or not tails:
             return [False] * len(tails)
-        return [any(stop in text for stop in self.stop_strings) for text in self.decode(tails)]
+
+        def has_stop_string(text: str) -> bool:
+            return any(stop in text for stop in self.stop_strings)
+
+        return [has_stop_string(text) for text in self.decode(tails)]

@@ -29,10 +29,6 @@ class SequenceBuffers:
     `uniforms` are (A+1, `response_width`) fp32. `seen` is (A+1, V) bool, True for tokens in the
     sequence, or None without a repetition penalty. `is_end` and `is_eos` are (V,) bool. `observed`
     (A+1, `response_width`) bool marks response tokens that an environment wrote.
-
-    `seeds`: (A,) int64. `slack`: response columns beyond `max_new_tokens`, for tokens after the end
-    and before the next check. `limits`: (A,) int64; None: `max_new_tokens`. `prompt_width`: columns
-    for prompts; None: as many as needed.
     """
 
     def __init__(  # noqa: PLR0913
@@ -47,8 +43,23 @@ class SequenceBuffers:
         limits: Tensor | None = None,
         prompt_width: int | None = None,
     ):
+        """
+        Args:
+            prompts: B prompts.
+            seeds: (A,) int64, from which each sequence draws its tokens.
+            samples: sequences of each prompt.
+            sampling: how tokens are drawn.
+            stopping: what ends a response.
+            vocabulary: V, the width of the logits.
+            slack: response columns beyond `max_new_tokens`, for tokens after the end and before the
+                next check.
+            limits: (A,) int64, most response tokens; None: `max_new_tokens`.
+            prompt_width: columns for prompts; None: as many as needed.
+        """
         device = prompts.prompt_ids.device
-        self.samples, self.sampling, self.stopping = samples, sampling, stopping
+        self.samples = samples
+        self.sampling = sampling
+        self.stopping = stopping
         self.count = len(prompts.prompt_ids) * samples
         self.prompt_width = prompt_width or prompts.prompt_ids.shape[1]
         self.response_width = stopping.max_new_tokens + slack
@@ -104,11 +115,10 @@ class SequenceBuffers:
     @property
     def nbytes(self) -> int:
         """Bytes of the large tensors."""
-        return sum(
-            t.nbytes
-            for t in (self.token_ids, self.uniforms, self.logprobs, self.seen)
-            if t is not None
-        )
+        size = self.token_ids.nbytes + self.uniforms.nbytes + self.logprobs.nbytes
+        if self.seen is not None:
+            size += self.seen.nbytes
+        return size
 
     def forbidden(self, counts: Tensor) -> Tensor | None:
         """(n, V) bool, True for ends that may not come after `counts` (n,) tokens; None without a
@@ -122,14 +132,12 @@ class SequenceBuffers:
     ) -> tuple[Tensor, Tensor]:
         """A token for each of n sequences, and its log-prob (see `sample`), from logits (n, V). See
         also `append`."""
-        return sample(
-            logits,
-            self.sampling,
-            self.uniforms.view(-1)[sequences * self.response_width + counts],
-            seen=None if self.seen is None else self.seen[sequences],
-            forbidden=self.forbidden(counts),
-            search=search,
-        )
+        uniforms = self.uniforms.view(-1)[sequences * self.response_width + counts]
+        seen = None
+        if self.seen is not None:
+            seen = self.seen[sequences]
+        forbidden = self.forbidden(counts)
+        return sample(logits, self.sampling, uniforms, seen, forbidden, search)
 
     def append(self, sequences: Tensor, counts: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
         """Append one token, `tokens` (n,) int64 with `logprobs` (n,) fp32, to each of n sequences;
@@ -154,10 +162,18 @@ class SequenceBuffers:
     def find_stop_strings(
         self, sequences: np.ndarray, counts: np.ndarray, new: int, starts: np.ndarray | None = None
     ) -> np.ndarray:
-        """Cut the sequences in which one of the `new` last tokens completed a stop string; (n,)
-        bool, True for these. An EOS or stop token that ended a sequence has precedence over a stop
-        string that it completes. `counts`: response tokens of each before the new ones. `starts`:
-        the first token of the action of each; None: 0."""
+        """Cut the sequences in which one of their last tokens completed a stop string. An EOS or
+        stop token that ended a sequence has precedence over a stop string that it completes.
+
+        Args:
+            sequences: (n,) int64, rows of the buffers.
+            counts: (n,) int64, response tokens of each before the new ones.
+            new: tokens of each since the last check.
+            starts: (n,) int64, the first token of the action of each; None: 0.
+
+        Returns:
+            (n,) bool, True for the sequences that it cut.
+        """
         device = self.token_ids.device
         rows = torch.from_numpy(sequences).to(device)
         before = torch.from_numpy(counts).to(device)
@@ -167,23 +183,31 @@ class SequenceBuffers:
         ids = self.token_ids[rows].gather(1, columns.clamp_(0, self.width - 1)).tolist()
         reasons = self.finish_reasons[rows].tolist()
         lengths = self.response_lengths[rows].tolist()
-        # the row of each prefix that a sequence had, its length, and its last tokens
-        ends, tails = [], []
+        # each new prefix of a response: its row and length, and its last tokens
+        prefixes = []
+        tails = []
         for row, count in enumerate(counts.tolist()):
-            last = count + new if reasons[row] == UNFINISHED else lengths[row]
+            last = lengths[row]
+            if reasons[row] == UNFINISHED:
+                last = count + new
+            action_start = 0
+            if starts is not None:
+                action_start = int(starts[row])
             for length in range(count + 1, last + 1):
                 end = reach + length - count - 1
-                ends.append((row, length))
-                own = length if starts is None else length - int(starts[row])
-                tails.append(ids[row][end - min(reach, own) : end])
-        found = np.zeros(len(sequences), dtype=bool)
-        for (row, length), hit in zip(ends, self.stopping.found_in_text(tails), strict=True):
-            if hit and not found[row]:
-                found[row] = True
-                if length < lengths[row] or reasons[row] in (UNFINISHED, FinishReason.LENGTH):
-                    self.finish_reasons[int(sequences[row])] = FinishReason.STOP
-                    self.response_lengths[int(sequences[row])] = length
-        return found
+                tail_length = min(reach, length - action_start)
+                prefixes.append((row, length))
+                tails.append(ids[row][end - tail_length : end])
+        stopped = np.zeros(len(sequences), dtype=bool)
+        completes = self.stopping.found_in_text(tails)
+        for (row, length), is_complete in zip(prefixes, completes, strict=True):
+            if not is_complete or stopped[row]:
+                continue
+            stopped[row] = True
+            if length < lengths[row] or reasons[row] in (UNFINISHED, FinishReason.LENGTH):
+                self.finish_reasons[int(sequences[row])] = FinishReason.STOP
+                self.response_lengths[int(sequences[row])] = length
+        return stopped
 
     def observe(self, sequence: int, tokens: list[int]) -> None:
         """Go on after the last response token of a finished sequence with tokens that an
@@ -200,32 +224,36 @@ class SequenceBuffers:
             self.seen[sequence] = False
             self.seen[sequence, self.token_ids[sequence, : start + len(tokens)]] = True
         # The last operation that may lack memory: so it can be repeated.
-        self.uniforms[sequence, after:] = self.uniforms[
-            sequence, count : self.response_width - len(tokens)
-        ].clone()
-        self.response_lengths[sequence], self.finish_reasons[sequence] = 0, UNFINISHED
+        unused = self.uniforms[sequence, count : self.response_width - len(tokens)].clone()
+        self.uniforms[sequence, after:] = unused
+        self.response_lengths[sequence] = 0
+        self.finish_reasons[sequence] = UNFINISHED
 
     def reset(self, sequences: list[int], counts: list[int] | None = None) -> None:
         """Forget the response tokens of some sequences, or all but the first `counts` of each."""
         self.finish_reasons[sequences] = UNFINISHED
         self.response_lengths[sequences] = 0
-        if self.seen is not None:
-            prompts = self.prompt_lengths[sequences].tolist()
-            for number, prompt, count in zip(
-                sequences, prompts, counts or [0] * len(sequences), strict=True
-            ):
-                self.seen[number] = False
-                self.seen[number, self.token_ids[number, : prompt + count]] = True
+        if self.seen is None:
+            return
+        if counts is None:
+            counts = [0] * len(sequences)
+        prompt_lengths = self.prompt_lengths[sequences].tolist()
+        for sequence, prompt_length, count in zip(sequences, prompt_lengths, counts, strict=True):
+            self.seen[sequence] = False
+            self.seen[sequence, self.token_ids[sequence, : prompt_length + count]] = True
 
     def rollout(self) -> Rollout:
         """The finished responses, padded to the longest one; unfinished sequences have no response
         token."""
         lengths = self.response_lengths[:-1]
-        place = torch.arange(int(lengths.max()), device=lengths.device)
-        mask = place < lengths.unsqueeze(1)  # (A, R)
+        response_columns = torch.arange(int(lengths.max()), device=lengths.device)
+        mask = response_columns < lengths.unsqueeze(1)  # (A, R)
         observed = self.observed[:-1, : mask.shape[1]] & mask
-        columns = (self.prompt_lengths[:-1].unsqueeze(1) + place).clamp_max(self.width - 1)
-        ids = self.token_ids[:-1].gather(1, columns)
+        columns = self.prompt_lengths[:-1].unsqueeze(1) + response_columns
+        ids = self.token_ids[:-1].gather(1, columns.clamp_max(self.width - 1))
+        episode_lengths = None
+        if bool(self.observed.any()):
+            episode_lengths = lengths.clone()
         return Rollout(
             prompt_ids=self.prompts.prompt_ids,
             prompt_mask=self.prompts.prompt_mask,
@@ -233,5 +261,5 @@ class SequenceBuffers:
             response_mask=mask & ~observed,
             rollout_logprobs=torch.where(mask, self.logprobs[:-1, : mask.shape[1]], 0.0),
             finish_reason=self.finish_reasons[:-1].clone(),
-            episode_lengths=lengths.clone() if bool(self.observed.any()) else None,
+            episode_lengths=episode_lengths,
         )

@@ -55,7 +55,7 @@ def test_idle_and_finished_entries_write_to_spare_places(prefix):
         parts = (
             sequences,
             positions,
-            batch.own,
+            batch.offsets,
             batch.starts,
             batch.prefix_starts,
             batch.prefix_lengths,
@@ -312,7 +312,7 @@ def test_weights_that_move_end_it(device, model):
         weight.data = torch.roll(weight.data, 1, dims=0)
         assert_same(rollout(model, graphs, FIRST), rollout(model, RolloutGraphs(), FIRST), atol=0)
         assert graphs.recorder.captures > captures
-        assert graphs._kept is None
+        assert graphs._memory is None
 
 
 def test_a_large_cache_is_not_kept(device, model, monkeypatch):
@@ -323,8 +323,8 @@ def test_a_large_cache_is_not_kept(device, model, monkeypatch):
     for total, kept in ((50 * token * slots, False), (50 * 2 * token * slots, True)):
         sizes.append(total)
         rollout(model, graphs, FIRST)
-        assert (graphs._kept is not None) is kept
-    assert graphs._kept.pool.nbytes == token * slots
+        assert (graphs._memory is not None) is kept
+    assert graphs._memory.pool.nbytes == token * slots
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -137,7 +137,7 @@ class World:
             tags += [-(sequence * 1000 + place) for place in range(fed, position)]
             parts = []  # a cache, its row, the first slot and the number of tokens
             if isinstance(batch, PooledMetadata):
-                prefix, own = int(batch.prefix_lengths[row]), int(batch.own[row])
+                prefix, own = int(batch.prefix_lengths[row]), int(batch.offsets[row])
                 parts += [(batch.cache, 0, int(batch.prefix_starts[row]), prefix)] if prefix else []
                 parts += [(batch.cache, 0, int(batch.starts[row]), own)] if own else []
                 self.shared += prefix > 0
