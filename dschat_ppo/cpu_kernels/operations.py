@@ -75,10 +75,10 @@ def kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
     try:
         with subprocesses_may_stop("compiled kernels"), watchdog_paused():
             try:
-                return load(build(cache_folder(), dtype))
+                return load_library(build(cache_folder(), dtype))
             except OSError:  # the folder cannot be written: compile for this process alone
-                with tempfile.TemporaryDirectory() as place:
-                    return load(build(Path(place), dtype))
+                with tempfile.TemporaryDirectory() as folder:
+                    return load_library(build(Path(folder), dtype))
     except (BuildError, OSError, subprocess.TimeoutExpired) as problem:
         _log.warning(
             f"kernels for this processor are not available ({problem}): training and rollouts are"
@@ -87,13 +87,14 @@ def kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
         return None
 
 
-def load(path: Path) -> ctypes.CDLL:
+def load_library(path: Path) -> ctypes.CDLL:
     """Load a compiled library. The libgomp that torch has loaded serves it too, with torch's number
     of threads."""
     library = ctypes.CDLL(str(path))
     for name, types in SIGNATURES.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = types, None
+        function.argtypes = types
+        function.restype = None
     return library
 
 
@@ -106,12 +107,12 @@ def build(folder: Path, dtype: torch.dtype) -> Path:
     path = folder / f"kernels-{_fingerprint(command)}.so"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            made = Path(place, path.name)
-            _compile([*command, *map(str, SOURCES), "-o", str(made)])
-            with made.open("rb") as file:
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            compiled = Path(temporary, path.name)
+            _compile([*command, *map(str, SOURCES), "-o", str(compiled)])
+            with compiled.open("rb") as file:
                 sync_file(file.fileno())
-            os.replace(made, path)
+            os.replace(compiled, path)
         sync_entries(folder)
     return path
 
@@ -120,13 +121,15 @@ def _compiler() -> list[str]:
     """The compiler and its first arguments: those of `CXX`, which may be "ccache g++", or c++, or
     g++."""
     named = shlex.split(os.environ.get("CXX", ""))
-    for program, *arguments in [named] if named else [["c++"], ["g++"]]:
-        if (found := shutil.which(program)) is not None:
-            return [found, *arguments]
+    commands = [["c++"], ["g++"]]
+    missing = "there is no C++ compiler"
     if named:
+        commands = [named]
         missing = f"CXX names '{named[0]}', which is not there"
-    else:
-        missing = "there is no C++ compiler"
+    for program, *arguments in commands:
+        path = shutil.which(program)
+        if path is not None:
+            return [path, *arguments]
     raise BuildError(f"{missing}: install g++, or name a compiler by CXX")
 
 
@@ -135,20 +138,22 @@ def cache_folder() -> Path:
     home is unknown."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     if not root:
-        root = os.path.join(
-            os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torch_extensions"
-        )
+        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        root = os.path.join(caches, "torch_extensions")
     if root.startswith("~"):
         raise OSError("the home folder is unknown")
     return Path(root, "dschat_ppo_kernels")
 
 
 def _compile(command: list[str]) -> None:
-    done = subprocess.run(
+    """Run the compiler. `BuildError` with its first error."""
+    process = subprocess.run(
         command, capture_output=True, text=True, errors="replace", timeout=LIMIT_SECONDS
     )
-    if done.returncode:
-        lines = (done.stderr + done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
+    if process.returncode:
+        lines = (process.stderr + process.stdout).strip().splitlines()
+        if not lines:
+            lines = [f"exit code {process.returncode}"]
         errors = [line for line in lines if "error" in line]
         raise BuildError(f"{command[0]} failed: {(errors or lines)[0]}")
 
@@ -156,24 +161,24 @@ def _compile(command: list[str]) -> None:
 def _fingerprint(command: list[str]) -> str:
     """Of all that the compiled file depends on; a folder may be shared by machines with other
     processors."""
-    real = os.path.realpath(command[0])
-    parts = [
+    compiler = os.path.realpath(command[0])
+    inputs = [
         *command,
-        real,
-        str(os.stat(real).st_mtime_ns),
+        compiler,
+        str(os.stat(compiler).st_mtime_ns),
         torch.__version__,
         platform.machine(),
         *_processor(),
     ]
-    parts += [path.read_text(encoding="utf-8") for path in (*SOURCES, *HEADERS)]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    inputs += [path.read_text(encoding="utf-8") for path in (*SOURCES, *HEADERS)]
+    return hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
 
 
 def _processor() -> list[str]:
     """Lines of Linux that name the processor and its instruction sets."""
-    kept = ("flags", "features", "model name", "cpu part")
+    names = ("flags", "features", "model name", "cpu part")
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return sorted({line for line in lines if line.lower().startswith(kept)})
+    return sorted({line for line in lines if line.lower().startswith(names)})
 
 
 def can_run(*tensors: Tensor) -> bool:
@@ -183,7 +188,7 @@ def can_run(*tensors: Tensor) -> bool:
     return fit and dtype in DTYPES and kernels(dtype) is not None
 
 
-def _run(name: str, *arguments: Tensor | ctypes.Array[Any] | float) -> None:
+def _call_kernel(name: str, *arguments: Tensor | ctypes.Array[Any] | float) -> None:
     """Call a kernel, whose pointers are those of the tensors; the first has the dtype. On the meta
     device tensors have shapes alone."""
     first = arguments[0]
@@ -192,7 +197,13 @@ def _run(name: str, *arguments: Tensor | ctypes.Array[Any] | float) -> None:
         return
     library = kernels(first.dtype)
     assert library is not None, "call can_run first"
-    getattr(library, name)(*(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments))
+    values: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            values.append(argument.data_ptr())
+        else:
+            values.append(argument)
+    getattr(library, name)(*values)
 
 
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -201,7 +212,7 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     normal = torch.empty_like(states)
     width = states.shape[-1]
     assert weight.shape == (width,)
-    _run("rms_norm", states, weight, eps, normal, states.numel() // width, width)
+    _call_kernel("rms_norm", states, weight, eps, normal, states.numel() // width, width)
     return normal
 
 
@@ -215,7 +226,7 @@ def rms_norm_backward(
     assert weight.shape == (width,) and gradient.shape == states.shape
     # sums of rows: threads share none
     of_weight = states.new_empty(-(-rows // _CHUNK), width, dtype=torch.float32)
-    _run(
+    _call_kernel(
         "rms_norm_backward",
         states,
         weight,
@@ -233,9 +244,12 @@ def rms_norm_backward(
 def rotate_(values: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
     """Rotate the first `heads` of `values` (n, all heads, d) in place: x * cos + rotate_half(x) *
     sin. `cos`, `sin`: (n, d), or (1, d) for all rows alike. (Su et al. 2021, equation 34)"""
-    rows, every, width = values.shape
+    rows, all_heads, width = values.shape
     assert cos.shape == sin.shape and cos.shape in ((rows, width), (1, width))
-    _run("rotate", values, cos, sin, width if len(cos) > 1 else 0, rows, heads, every, width)
+    angle_stride = 0
+    if len(cos) > 1:
+        angle_stride = width
+    _call_kernel("rotate", values, cos, sin, angle_stride, rows, heads, all_heads, width)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -246,7 +260,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     gate = gate.reshape(-1, width)
     up = up.reshape(-1, width)
     assert gate.shape == up.shape and gate.stride() == up.stride()
-    _run("swiglu", gate, up, product, len(gate), width, gate.stride(0))
+    _call_kernel("swiglu", gate, up, product, len(gate), width, gate.stride(0))
     return product
 
 
@@ -256,7 +270,9 @@ def swiglu_backward(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor,
     of_up = torch.empty_like(up)
     width = gate.shape[-1]
     assert gate.shape == up.shape == gradient.shape
-    _run("swiglu_backward", gate, up, gradient, of_gate, of_up, gate.numel() // width, width)
+    _call_kernel(
+        "swiglu_backward", gate, up, gradient, of_gate, of_up, gate.numel() // width, width
+    )
     return of_gate, of_up
 
 
@@ -266,7 +282,7 @@ def decode_attention(
     value: Tensor,
     keys: Tensor,
     values: Tensor,
-    places: Tensor,
+    token_offsets: Tensor,
     scale: float,
     window: int | None,
 ) -> Tensor:
@@ -274,8 +290,8 @@ def decode_attention(
     (n, heads, d).
 
     `query` (n, heads, 1, d), `key` and `value` (n, kv_heads, 1, d): views whose heads are side by
-    side. `keys` and `values` (rows, kv_heads, capacity, d) change in place. `places` (4, n) int64
-    contiguous: for each row the number of own tokens before the new one, and the line of `keys[:,
+    side. `keys` and `values` (rows, kv_heads, capacity, d) change in place. `token_offsets` (4, n)
+    int64 contiguous: for each row the number of own tokens before the new one, and the line of `keys[:,
     0]`, counted as if all rows were one, from which they are; then, for tokens before these, the
     line from which they are, and their number. `window`: how many tokens a token sees, itself among
     them; None: all.
@@ -283,9 +299,9 @@ def decode_attention(
     rows, heads, _, width = query.shape
     kv_heads, capacity = keys.shape[1:3]
     assert keys.shape == values.shape and key.shape == value.shape == (rows, kv_heads, 1, width)
-    assert places.shape == (4, rows) and places.is_contiguous()
+    assert token_offsets.shape == (4, rows) and token_offsets.is_contiguous()
     mixed = query.new_empty(rows, heads, width)
-    _run(
+    _call_kernel(
         "decode_attention",
         query,
         key,
@@ -295,26 +311,26 @@ def decode_attention(
         value.stride(0),
         keys,
         values,
-        places,
+        token_offsets,
         mixed,
         rows,
         heads,
         kv_heads,
         capacity,
         width,
-        _NO_WINDOW if window is None else window,
+        _window(window),
         scale,
     )
     return mixed
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, parts: Tensor, window: int | None, scale: float
+    query: Tensor, key: Tensor, value: Tensor, segments: Tensor, window: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention inside each part of the rows, to the keys up to a query's own.
+    """Attention inside each segment of the rows, to the keys up to a query's own.
 
     `query` (b, heads, T, d); `key` (b, key heads, T, d), and `value` likewise, of another d or of
-    the same; key heads divide the heads. `parts` (parts, 4) int64: the columns of each part, start
+    the same; key heads divide the heads. `segments` (segments, 4) int64: the columns of each, start
     and end, and those that it sees before its own. `window`: how many keys a query sees, its own
     among them; None: all.
 
@@ -322,14 +338,23 @@ def causal_attention(
     backward pass the logarithm of the sum of the exponentials of each query's logits, (b, heads, T)
     fp32.
     """
-    query, key, value = (_rows(x) for x in (query, key, value))
+    query = _dense(query)
+    key = _dense(key)
+    value = _dense(value)
     rows, heads, length, _ = query.shape
     output = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)
     log_sums = query.new_empty(rows, heads, length, dtype=torch.float32)
     tensors = query, key, value, output
     shape = _shape(query, key, value, window)
-    _run(
-        "causal_attention", *tensors, _strides(*tensors), log_sums, parts, len(parts), shape, scale
+    _call_kernel(
+        "causal_attention",
+        *tensors,
+        _strides(*tensors),
+        log_sums,
+        segments,
+        len(segments),
+        shape,
+        scale,
     )
     return output, log_sums
 
@@ -341,53 +366,62 @@ def causal_attention_backward(  # noqa: PLR0913
     output: Tensor,
     log_sums: Tensor,
     gradient: Tensor,
-    parts: Tensor,
+    segments: Tensor,
     groups: Tensor,
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, given `gradient` of `output`; the rest as in
-    `causal_attention`. `groups` (groups + 1,) int64: the first part of each group, and the number
-    of parts; no part sees another group."""
-    query, key, value, gradient = (_rows(x) for x in (query, key, value, gradient))
-    found = tuple(torch.empty_like(x) for x in (query, key, value))
-    tensors = query, key, value, output, gradient, *found
+    `causal_attention`. `groups` (groups + 1,) int64: the first segment of each group, and the
+    number of segments; no segment sees another group."""
+    query = _dense(query)
+    key = _dense(key)
+    value = _dense(value)
+    gradient = _dense(gradient)
+    of_query = torch.empty_like(query)
+    of_key = torch.empty_like(key)
+    of_value = torch.empty_like(value)
+    tensors = query, key, value, output, gradient, of_query, of_key, of_value
     shape = _shape(query, key, value, window)
-    _run(
+    _call_kernel(
         "causal_attention_backward",
         *tensors,
         _strides(*tensors),
         log_sums,
-        parts,
+        segments,
         groups,
         len(groups) - 1,
         shape,
         scale,
     )
-    of_query, of_key, of_value = found
     return of_query, of_key, of_value
 
 
-def _rows(values: Tensor) -> Tensor:
+def _dense(values: Tensor) -> Tensor:
+    """`values`, whose last dimension has no gaps in memory."""
     if values.stride(-1) == 1:
         return values
     return values.contiguous()
 
 
+def _window(window: int | None) -> int:
+    """How many keys a query sees, for a kernel."""
+    if window is None:
+        return _NO_WINDOW
+    return window
+
+
 def _strides(*tensors: Tensor) -> ctypes.Array[Any]:
-    numbers = [stride for x in tensors for stride in x.stride()[:3]]
-    return (ctypes.c_int64 * len(numbers))(*numbers)
+    """The first three strides of each, for a kernel."""
+    strides = []
+    for tensor in tensors:
+        strides += tensor.stride()[:3]
+    return (ctypes.c_int64 * len(strides))(*strides)
 
 
 def _shape(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> ctypes.Array[Any]:
+    """Rows, heads, key heads, columns, widths of a head of keys and of values, and the window, for
+    a kernel."""
     rows, heads, length, width = query.shape
-    numbers = (
-        rows,
-        heads,
-        key.shape[1],
-        length,
-        width,
-        value.shape[-1],
-        _NO_WINDOW if window is None else window,
-    )
-    return (ctypes.c_int64 * len(numbers))(*numbers)
+    sizes = (rows, heads, key.shape[1], length, width, value.shape[-1], _window(window))
+    return (ctypes.c_int64 * len(sizes))(*sizes)

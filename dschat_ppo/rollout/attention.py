@@ -146,10 +146,10 @@ def _write(step: PrefillMetadata | StepMetadata, cached: Tensor, new: Tensor) ->
     the first ones would make the deterministic kernel of a GPU copy the whole layer."""
     _, heads, capacity, width = cached.shape
     # (m * kv_heads,): lines of the layer as a matrix of d columns
-    if ("written", heads) not in step.kept:
+    if ("written", heads) not in step.step_cache:
         planes = step.rows.unsqueeze(1) * heads + torch.arange(heads, device=cached.device)
-        step.kept["written", heads] = (planes * capacity + step.slots.unsqueeze(1)).flatten()
-    cached.view(-1, width).index_copy_(0, step.kept["written", heads], new.reshape(-1, width))
+        step.step_cache["written", heads] = (planes * capacity + step.slots.unsqueeze(1)).flatten()
+    cached.view(-1, width).index_copy_(0, step.step_cache["written", heads], new.reshape(-1, width))
 
 
 def prefill_attention(

@@ -43,8 +43,8 @@ def products_attention(
     """(count, heads, 1, head_dim) -> (count, heads, head_dim). The query heads of one key head are
     the rows of one matrix product, so keys are read once and never expanded. A product over
     contiguous keys runs at memory speed; attention kernels with one query do not."""
-    if ("mask", window) not in batch.kept:
-        batch.kept["mask", window] = _mask(batch, window)
+    if ("mask", window) not in batch.step_cache:
+        batch.step_cache["mask", window] = _mask(batch, window)
     count, heads, _, width = query.shape
     keys, values = batch.read(layer)
     kv_heads = keys.shape[1]
@@ -64,7 +64,7 @@ def products_attention(
         scores = scores.mul_(scale)
     if softcap:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
-    scores.add_(batch.kept["mask", window])
+    scores.add_(batch.step_cache["mask", window])
     if sinks is not None:
         scores = torch.cat([scores, sinks.float().view(-1, 1).expand(count, heads, 1)], dim=2)
     weights = torch.softmax(scores, dim=2).to(values.dtype)
@@ -143,15 +143,15 @@ class CPUDecode:
     ) -> Tensor:
         keys, values = batch.cache.layer(layer, key, value)
         heads = keys.shape[1]
-        if ("places", heads) not in batch.kept:
-            batch.kept["places", heads] = batch.places(heads)
+        if ("token_offsets", heads) not in batch.step_cache:
+            batch.step_cache["token_offsets", heads] = batch.token_offsets(heads)
         return operations.decode_attention(
             _contiguous_heads(query),
             _contiguous_heads(key),
             _contiguous_heads(value),
             keys,
             values,
-            batch.kept["places", heads],
+            batch.step_cache["token_offsets", heads],
             scale,
             window,
         )
@@ -266,13 +266,13 @@ class FlashDecode:
         values = batch.cache.values[layer]
         kv_heads = keys.shape[-3]
         width = keys.shape[-1]
-        if ("segments", kv_heads, window) not in batch.kept:
+        if ("segments", kv_heads, window) not in batch.step_cache:
             starts, used = batch.segments(kv_heads, window)
             query_starts = torch.arange(len(used) + 1, dtype=torch.int32, device=query.device)
             key_starts = nn.functional.pad(starts.to(torch.int32), (0, 1))
             segments = (query_starts, key_starts, used.to(torch.int32))
-            batch.kept["segments", kv_heads, window] = segments
-        query_starts, key_starts, used = batch.kept["segments", kv_heads, window]
+            batch.step_cache["segments", kv_heads, window] = segments
+        query_starts, key_starts, used = batch.step_cache["segments", kv_heads, window]
         # (count * kv_heads, heads / kv_heads, d)
         folded = query.reshape(batch.count * kv_heads, -1, width)
         segments_per_query = len(used) // len(folded)

@@ -120,7 +120,7 @@ class PrefillMetadata:
     padding: Tensor | None = None
     history: PooledMetadata | None = None
     # what the layers of a step share
-    kept: dict[Any, Any] = field(default_factory=dict, init=False)
+    step_cache: dict[Any, Any] = field(default_factory=dict, init=False)
 
     def to_the_left(self, tensor: Tensor) -> Tensor:
         """(n, heads, L, d) with the tokens of each row from column 0 on, and copies of its last one
@@ -168,7 +168,7 @@ class DecodeMetadata:
     cache: KVCache
     slots: Tensor
     prefix: SharedPrefix | None = None
-    kept: dict[Any, Any] = field(default_factory=dict)  # what the layers of a step share
+    step_cache: dict[Any, Any] = field(default_factory=dict)  # what the layers of a step share
 
     @property
     def count(self) -> int:
@@ -201,7 +201,7 @@ class DecodeMetadata:
         starts = torch.arange(self.count * heads, device=used.device) * self.cache.capacity
         return starts + hidden.repeat_interleave(heads), used.repeat_interleave(heads)
 
-    def places(self, heads: int) -> Tensor:
+    def token_offsets(self, heads: int) -> Tensor:
         """What `operations.decode_attention` wants to know of the rows, (4, count) int64."""
         none = torch.zeros_like(self.slots)
         return torch.stack([self.slots, self.rows * (heads * self.cache.capacity), none, none])
@@ -217,8 +217,8 @@ class PooledMetadata:
     everywhere.
     `shares` is whether some row has a prefix.
 
-    With L new tokens of each row, `offsets` is (count, L), not descending, and the others are (count,
-    1).
+    With L new tokens of each row, `offsets` is (count, L), not descending, and the others are
+    (count, 1).
     """
 
     cache: KVCache
@@ -231,7 +231,7 @@ class PooledMetadata:
     shares: bool
     first: int = 0
     prefix: None = None
-    kept: dict[Any, Any] = field(default_factory=dict)  # what the layers of a step share
+    step_cache: dict[Any, Any] = field(default_factory=dict)  # what the layers of a step share
 
     @property
     def count(self) -> int:
@@ -259,7 +259,7 @@ class PooledMetadata:
         keys = self.cache.keys[layer][0]
         values = self.cache.values[layer][0]
         heads = len(keys)
-        if heads not in self.kept:
+        if heads not in self.step_cache:
             starts = self._of_last_token(self.starts)
             prefix_starts = self._of_last_token(self.prefix_starts)
             prefix_lengths = self._of_last_token(self.prefix_lengths)
@@ -269,9 +269,9 @@ class PooledMetadata:
             # (count, length)
             slots = torch.where(token < prefix_lengths, prefix_starts + token, row_slots)
             planes = torch.arange(heads, device=slots.device).view(-1, 1) * self.cache.capacity
-            self.kept[heads] = (slots.unsqueeze(1) + planes).flatten()  # count, head, token
-        keys = keys.flatten(0, 1).index_select(0, self.kept[heads])
-        values = values.flatten(0, 1).index_select(0, self.kept[heads])
+            self.step_cache[heads] = (slots.unsqueeze(1) + planes).flatten()  # count, head, token
+        keys = keys.flatten(0, 1).index_select(0, self.step_cache[heads])
+        values = values.flatten(0, 1).index_select(0, self.step_cache[heads])
         shape = self.count, heads, self.length, -1
         return keys.view(shape), values.view(shape)
 
@@ -297,7 +297,7 @@ class PooledMetadata:
         planes = torch.arange(heads, device=starts.device) * self.cache.capacity
         return (starts.unsqueeze(1) + planes).flatten(), used.repeat_interleave(heads)
 
-    def places(self, heads: int) -> Tensor:
+    def token_offsets(self, heads: int) -> Tensor:
         """What `operations.decode_attention` wants to know of the rows, (4, count) int64."""
         return torch.stack([self.offsets, self.starts, self.prefix_starts, self.prefix_lengths])
 

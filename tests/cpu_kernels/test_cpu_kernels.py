@@ -51,7 +51,7 @@ def test_it_is_compiled_once(library, monkeypatch):
     assert folder.name == "dschat_ppo_kernels" and list(folder.iterdir()) == [library], (
         "no temporary folder stays"
     )
-    assert operations.load(library).swiglu.restype is None
+    assert operations.load_library(library).swiglu.restype is None
     monkeypatch.setenv("CXX", str(folder.parent / "cxx"))
     monkeypatch.setattr(operations, "_compile", lambda command: pytest.fail("compiled again"))
     assert operations.build(folder, torch.bfloat16) == library
