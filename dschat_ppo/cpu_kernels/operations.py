@@ -289,12 +289,15 @@ def decode_attention(
     """Write one token of each row into the KV cache; attend from it to its row's tokens up to it ->
     (n, heads, d).
 
-    `query` (n, heads, 1, d), `key` and `value` (n, kv_heads, 1, d): views whose heads are side by
-    side. `keys` and `values` (rows, kv_heads, capacity, d) change in place. `token_offsets` (4, n)
-    int64 contiguous: for each row the number of own tokens before the new one, and the line of `keys[:,
-    0]`, counted as if all rows were one, from which they are; then, for tokens before these, the
-    line from which they are, and their number. `window`: how many tokens a token sees, itself among
-    them; None: all.
+    Args:
+        query: (n, heads, 1, d), a view whose heads are side by side.
+        key: (n, kv_heads, 1, d), likewise; and `value`.
+        keys: (rows, kv_heads, capacity, d), changes in place; and `values`.
+        token_offsets: (4, n) int64, contiguous. For each row the number of own tokens before the
+            new one, and the line of `keys[:, 0]`, counted as if all rows were one, from which they
+            are; then, for tokens before these, the line from which they are, and their number.
+        scale: of the logits.
+        window: how many tokens a token sees, itself among them; None: all.
     """
     rows, heads, _, width = query.shape
     kv_heads, capacity = keys.shape[1:3]
@@ -413,7 +416,7 @@ def _window(window: int | None) -> int:
 
 def _strides(*tensors: Tensor) -> ctypes.Array[Any]:
     """The first three strides of each, for a kernel."""
-    strides = []
+    strides = list[int]()
     for tensor in tensors:
         strides += tensor.stride()[:3]
     return (ctypes.c_int64 * len(strides))(*strides)
