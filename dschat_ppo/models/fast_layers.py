@@ -102,6 +102,7 @@ def _wide(tensor: Tensor) -> Tensor:
 def _norm_outputs(
     kernels: Any, random: Callable[..., Tensor]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """`kernel_outputs` of RMSNorm and its gradients."""
     states = random(5, 96)
     weight = random(96)
     gradient = random(5, 96)
@@ -118,6 +119,7 @@ def _norm_outputs(
 def _gated_outputs(
     kernels: Any, random: Callable[..., Tensor]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """`kernel_outputs` of SwiGLU and its gradients."""
     gradient = random(5, 96)
     gate, up = random(5, 192).chunk(2, dim=1)
     a = _wide(gate)
@@ -133,6 +135,7 @@ def _gated_outputs(
 def _rotation_outputs(
     kernels: Any, random: Callable[..., Tensor]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """`kernel_outputs` of Rotations, their gradients, and those of queries and keys together."""
     queries = random(2, 5, 3, 24)
     gradient = random(2, 5, 3, 24)
     angles = random(2, 3, 24)

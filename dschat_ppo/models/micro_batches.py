@@ -58,6 +58,7 @@ class Segments:
         return self._varlen[device]
 
     def _build_varlen(self, device: torch.device) -> VarlenSegments:
+        """`varlen`, computed on the host and copied to `device` at once."""
         query_bounds = torch.tensor([0, *self.lengths]).cumsum(0)
         most_queries = max(self.lengths)
         if self.seen is None:
@@ -162,18 +163,7 @@ def lay_out(input_ids: Tensor, lengths: Tensor, packs: bool, shares: bool) -> Pa
     width = input_ids.shape[1]
     device = input_ids.device
     lengths = lengths.cpu()
-    row_indices = torch.arange(len(lengths))
-    # rows in `order`; row i leaves its first `shared[i]` tokens to row `leaders[i]`
-    order = row_indices
-    leaders = row_indices
-    shared = torch.zeros_like(row_indices)
-    if shares and len(lengths) > 1:
-        grouped_rows, prompts = common_beginnings(input_ids.cpu(), lengths)
-        saved = torch.where(prompts.groups == row_indices, 0, prompts.tokens)
-        if int(saved.sum()) >= LEAST_SAVING * int(lengths.sum()):
-            order = torch.tensor(grouped_rows)
-            leaders = prompts.groups
-            shared = saved
+    order, leaders, shared = _shared_tokens(input_ids, lengths, shares)
     shares_any = bool(shared.any())
     if not shares_any and not (packs and are_uneven(lengths)):
         return None
@@ -197,13 +187,32 @@ def lay_out(input_ids: Tensor, lengths: Tensor, packs: bool, shares: bool) -> Pa
         packed_tokens = length - left_out
         if packed_tokens == 0:  # the row is the beginning of another
             continue
-        leader_start = starts[leader]
         segment_lengths.append(packed_tokens)
-        seen.append((leader_start, leader_start + left_out))
+        seen.append((starts[leader], starts[leader] + left_out))
         end += packed_tokens
-    segments = Segments(segment_lengths, seen if shares_any else None)
+    segments = Segments(segment_lengths)
+    if shares_any:
+        segments = Segments(segment_lengths, seen)
     slots, offsets = _in_one_copy([slots, offsets], device)
     return PackedLayout(slots, slots % width, offsets, segments)
+
+
+def _shared_tokens(
+    input_ids: Tensor, lengths: Tensor, shares: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """In which order to pack rows, and what they leave out: (B,) int64 each. Row i leaves its first
+    `shared[i]` tokens to row `leaders[i]`: all 0 unless `shares` is True and that saves enough.
+
+    Returns:
+        order, leaders and shared.
+    """
+    row_indices = torch.arange(len(lengths))
+    if shares and len(lengths) > 1:
+        order, prompts = common_beginnings(input_ids.cpu(), lengths)
+        saved = torch.where(prompts.groups == row_indices, 0, prompts.tokens)
+        if int(saved.sum()) >= LEAST_SAVING * int(lengths.sum()):
+            return torch.tensor(order), prompts.groups, saved
+    return row_indices, row_indices, torch.zeros_like(row_indices)
 
 
 def are_uneven(lengths: Tensor) -> bool:

@@ -209,19 +209,9 @@ def token_states(
             )
         with padded.running():
             return backbone_states(backbone, input_ids, lengths).flatten(0, 1), slots
-    segments = rows.segments
     offsets = rows.offsets.flatten()[slots]
-    forwards = []
-    layers = state_layers(backbone)
-    if layers:
-        state_rows = StateRows.of(segments.lengths, segments.seen, input_ids.device)
-        forwards = [(layer, state_rows.around(layer.forward)) for layer in layers]
-    if reads_few:
-        read_offsets = offsets
-        if segments.seen is not None:  # several rows may share a token
-            read_offsets = offsets.unique()
-        forwards += of_read_tokens(backbone, read_offsets)
-    packed = ForwardPass(backbone.config, segments, choice=layout.attention, forwards=forwards)
+    forwards = _layer_forwards(backbone, rows.segments, offsets, reads_few)
+    packed = ForwardPass(backbone.config, rows.segments, choice=layout.attention, forwards=forwards)
     with packed.running():
         output = backbone(
             input_ids=input_ids.flatten()[rows.slots].unsqueeze(0),
@@ -237,6 +227,23 @@ def token_states(
 
     record_router(output, real_slots(input_ids, lengths), occurrences)
     return output.last_hidden_state[0], offsets
+
+
+def _layer_forwards(
+    backbone: Any, segments: Segments, offsets: Tensor, reads_few: bool
+) -> list[tuple[nn.Module, Callable[..., Tensor]]]:
+    """Layers that run a packed row in another way than the tokens of a row: those that carry a
+    state, and with `reads_few` the last MLP, for the tokens at `offsets` (n,) alone."""
+    forwards = []
+    layers = state_layers(backbone)
+    if layers:
+        state_rows = StateRows.of(segments.lengths, segments.seen, offsets.device)
+        forwards = [(layer, state_rows.around(layer.forward)) for layer in layers]
+    if reads_few:
+        if segments.seen is not None:  # several rows may share a token
+            offsets = offsets.unique()
+        forwards += of_read_tokens(backbone, offsets)
+    return forwards
 
 
 @dataclass(frozen=True)

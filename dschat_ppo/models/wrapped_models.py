@@ -299,34 +299,47 @@ class PolicyModel(WrappedModel):
                 entropy_grad,
                 forbidden=forbidden,
             )
-            divergences = []
-            for teaching in teachings:
-                taught: Any = slice(None)
-                if teaching.tokens is not None:
-                    taught = teaching.tokens
-                forbidden_there = None
-                if forbidden is not None:
-                    forbidden_there = forbidden[0][taught], forbidden[1]
-                divergence = fused_divergence(
-                    hidden[taught],
-                    head.weight,
-                    head.bias,
-                    teaching.teacher,
-                    teaching.divergence,
-                    temperature,
-                    self._head,
-                    forbidden=forbidden_there,
-                )
-                if teaching.tokens is not None:
-                    zeros = divergence.new_zeros(len(hidden))
-                    divergence = zeros.index_add(0, teaching.tokens, divergence)
-                divergences.append(divergence)  # (N,)
+            divergences = [
+                self._divergence(hidden, temperature, forbidden, teaching) for teaching in teachings
+            ]
             return logprobs, entropy, *divergences
 
         # Call the head as a module, so that ZeRO-3 gathers its weight, with another function
         # inside.
         with forward_replaced(head, scores):
             return head(states.to(head.weight.dtype))  # Mamba's states are in fp32
+
+    def _divergence(
+        self,
+        hidden: Tensor,
+        temperature: float,
+        forbidden: Forbidden | None,
+        teaching: Teaching,
+    ) -> Tensor:
+        """The divergence from a teacher (N,) fp32 at hidden states (N, H), 0 at other tokens than
+        its own. Inside a call of the head, while its weight is whole."""
+        head = self.lm.get_output_embeddings()
+        taught: Any = slice(None)
+        if teaching.tokens is not None:
+            taught = teaching.tokens
+        forbidden_there = None
+        if forbidden is not None:
+            mask, ids = forbidden
+            forbidden_there = mask[taught], ids
+        divergence = fused_divergence(
+            hidden[taught],
+            head.weight,
+            head.bias,
+            teaching.teacher,
+            teaching.divergence,
+            temperature,
+            self._head,
+            forbidden=forbidden_there,
+        )
+        if teaching.tokens is None:
+            return divergence
+        zeros = divergence.new_zeros(len(hidden))
+        return zeros.index_add(0, teaching.tokens, divergence)
 
 
 def _lengths_read(target_mask: Tensor) -> Tensor:

@@ -86,6 +86,7 @@ class DecodeBatch:
         return self._shared
 
     def _build_shared_prefix(self, prefix: KVCache, device: torch.device) -> SharedPrefix:
+        """The sequences of each prompt as a grid, computed on the host."""
         prefixes = self.rows.prefixes
         counts = np.bincount(prefixes, minlength=prefix.rows)  # sequences of each prompt
         order = np.argsort(prefixes, kind="stable")
@@ -227,6 +228,7 @@ class RunningBatches:
         return sequences, positions, metadata
 
     def _join_small_batches(self) -> None:
+        """Join batches that are small or too many; those with few rows give their prefix up."""
         for batch in self.batches:
             if len(batch) <= SMALL_BATCH // 2 and len(self.batches) > 1:
                 batch.unshare()
