@@ -377,10 +377,10 @@ def deal(lengths: Tensor, ranks: int, prompts: RowPrompts | None = None) -> list
     return [torch.tensor(rows, dtype=torch.int64, device=lengths.device) for rows in rank_rows]
 
 
-def sharing_pays(prompt: int, answers: int, tokens: int) -> bool:
+def sharing_pays(prompt: int, responses: int, tokens: int) -> bool:
     """Whether to run the `prompt` tokens of so many responses once. `tokens`: of their rows, each
     with its prompt."""
-    return prompt >= LEAST_TOKENS and (answers - 1) * prompt >= 2 * LEAST_SAVING * tokens
+    return prompt >= LEAST_TOKENS and (responses - 1) * prompt >= 2 * LEAST_SAVING * tokens
 
 
 def _sharing(lengths: Tensor, prompts: RowPrompts) -> tuple[list[list[int]], Tensor]:

@@ -170,12 +170,14 @@ class StateRows:
                 run_block(block, states, arguments, options)
                 for block, states in zip(self.beginnings, end_states, strict=True)
             ]
-            conv = _joined([states.conv for states in end_states])
-            recurrent = _joined([states.recurrent for states in end_states])
+            conv = _end_states([states.conv for states in end_states])
+            recurrent = _end_states([states.recurrent for states in end_states])
             for block in self.rows:
                 start_states = None
                 if end_states:
-                    start_states = States(_at(conv, block.after), _at(recurrent, block.after))
+                    start_states = States(
+                        _states_at(conv, block.after), _states_at(recurrent, block.after)
+                    )
                 outputs.append(run_block(block, start_states, arguments, options))
             return torch.cat(outputs).index_select(0, self.offsets).unsqueeze(0)
 
@@ -210,7 +212,7 @@ def _row_spans(
     return [_RowSpan(start, end, none) for start, end in ordered], rows
 
 
-def _joined(states: list[Tensor | None]) -> Tensor | None:
+def _end_states(states: list[Tensor | None]) -> Tensor | None:
     """States after all beginnings, and last those of no tokens; None if the layer has none."""
     known = [state for state in states if state is not None]
     if known:
@@ -218,7 +220,7 @@ def _joined(states: list[Tensor | None]) -> Tensor | None:
     return None
 
 
-def _at(states: Tensor | None, rows: Tensor) -> Tensor | None:
+def _states_at(states: Tensor | None, rows: Tensor) -> Tensor | None:
     """The states of some rows; None if the layer has none."""
     if states is None:
         return None

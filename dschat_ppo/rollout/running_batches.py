@@ -129,7 +129,7 @@ class DecodeBatch:
         rows.prefixes = np.zeros_like(rows.prefixes)
 
 
-def joined(first: DecodeBatch, second: DecodeBatch) -> DecodeBatch:
+def join_batches(first: DecodeBatch, second: DecodeBatch) -> DecodeBatch:
     """One batch with the rows of two without a shared prefix, whose caches are emptied layer by
     layer."""
     most_slots = max(int(first.rows.slots.max()), int(second.rows.slots.max()))
@@ -238,7 +238,7 @@ class RunningBatches:
             rows = sum(len(batch) for batch in smallest)
             if len(unshared) <= MAX_BATCHES and rows > SMALL_BATCH:
                 break
-            new = joined(*smallest)
+            new = join_batches(*smallest)
             self.batches = [batch for batch in self.batches if batch not in smallest]
             self.batches.append(new)
             unshared = sorted([*unshared[2:], new], key=len)
