@@ -206,7 +206,7 @@ def _call_kernel(name: str, *arguments: Tensor | ctypes.Array[Any] | float) -> N
     getattr(library, name)(*values)
 
 
-def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
+def cpu_rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """(..., H) and (H,) -> (..., H): weight * (x / sqrt(mean(x^2) + eps)). (Zhang and Sennrich
     2019, equation 4)"""
     normal = torch.empty_like(states)
@@ -216,10 +216,10 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normal
 
 
-def rms_norm_backward(
+def cpu_rms_norm_backward(
     states: Tensor, weight: Tensor, gradient: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of states (..., H) and weight (H,), given that of `rms_norm` (..., H)."""
+    """The gradients of states (..., H) and weight (H,), given that of `cpu_rms_norm` (..., H)."""
     of_states = torch.empty_like(states)
     width = states.shape[-1]
     rows = states.numel() // width
@@ -252,7 +252,7 @@ def rotate_(values: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
     _call_kernel("rotate", values, cos, sin, angle_stride, rows, heads, all_heads, width)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def cpu_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """(..., I) each -> (..., I): silu(gate) * up. (Shazeer 2020, equation 6) They may be the halves
     of one tensor."""
     product = gate.new_empty(gate.shape)
@@ -264,8 +264,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return product
 
 
-def swiglu_backward(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up (..., I), given that of `swiglu`."""
+def cpu_swiglu_backward(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up (..., I), given that of `cpu_swiglu`."""
     of_gate = torch.empty_like(gate)
     of_up = torch.empty_like(up)
     width = gate.shape[-1]

@@ -23,6 +23,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,16 +45,25 @@ from dschat_ppo.models.backbone import unfit
 
 _log = logging.getLogger(__name__)
 
+# under the names that `gpu_kernels` gives its own
+CPU_KERNELS = SimpleNamespace(
+    rms_norm=operations.cpu_rms_norm,
+    rms_norm_backward=operations.cpu_rms_norm_backward,
+    swiglu=operations.cpu_swiglu,
+    swiglu_backward=operations.cpu_swiglu_backward,
+    rotate_=operations.rotate_,
+)
+
 
 def kernels_for(*tensors: Tensor) -> Any:
-    """The module whose kernels run these tensors: `cpu_kernels.operations`, `gpu_kernels` or None.
-    On the meta device, where the planner counts what layers save for their backward pass, that of
-    the CPU."""
+    """The kernels that run these tensors: `CPU_KERNELS`, the module `gpu_kernels`, or None. On the
+    meta device, where the planner counts what layers save for their backward pass, those of the
+    CPU."""
     if can_run(*tensors):
-        return operations
+        return CPU_KERNELS
     dtype = tensors[0].dtype
     if dtype in operations.DTYPES and all(x.is_meta and x.dtype == dtype for x in tensors):
-        return operations
+        return CPU_KERNELS
     if all(x.is_cuda and type(x) in (Tensor, nn.Parameter) and x.dtype in HALF for x in tensors):
         return _triton_kernels(tensors[0].device, dtype)
     return None

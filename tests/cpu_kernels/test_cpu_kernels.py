@@ -157,8 +157,8 @@ def test_a_norm_and_its_gradients(rows, width, dtype):
         drawn(*shape, dtype=dtype) for shape in ((rows, width), (width,), (rows, width))
     )
     gradient = gradient.roll(1)
-    found = operations.rms_norm(states, weight, 1e-5)
-    of_states, of_weight = operations.rms_norm_backward(states, weight, gradient, 1e-5)
+    found = operations.cpu_rms_norm(states, weight, 1e-5)
+    of_states, of_weight = operations.cpu_rms_norm_backward(states, weight, gradient, 1e-5)
     wide, factors = states.double().requires_grad_(), weight.double().requires_grad_()
     exact = factors * wide / (wide.pow(2).mean(dim=1, keepdim=True) + 1e-5).sqrt()
     # two roundings
@@ -194,14 +194,14 @@ def test_a_rotation_is_that_of_separate_operations(rows, dtype):
 def test_a_gated_product_and_its_gradients(rows, dtype):
     both, gradient = drawn(rows, 90, scale=3, dtype=dtype), drawn(rows, 45, seed=1, dtype=dtype)
     gate, up = both.chunk(2, dim=1)
-    found = operations.swiglu(gate, up)
-    assert torch.equal(found, operations.swiglu(gate.contiguous(), up.contiguous()))
+    found = operations.cpu_swiglu(gate, up)
+    assert torch.equal(found, operations.cpu_swiglu(gate.contiguous(), up.contiguous()))
     wide = [part.double().requires_grad_() for part in (gate, up)]
     exact = wide[0] / (1 + torch.exp(-wide[0])) * wide[1]
     torch.testing.assert_close(
         found.double(), exact.detach(), rtol=2.5 * HALF_STEP[dtype], atol=1e-30
     )
-    got = operations.swiglu_backward(gate.contiguous(), up.contiguous(), gradient)
+    got = operations.cpu_swiglu_backward(gate.contiguous(), up.contiguous(), gradient)
     for ours, true in zip(got, torch.autograd.grad(exact, wide, gradient.double()), strict=True):
         torch.testing.assert_close(ours.double(), true, rtol=HALF_STEP[dtype], atol=1e-6)
 
@@ -269,9 +269,9 @@ def test_numbers_are_rounded_as_pytorch_rounds_them(functions):
 def test_nan_stays_nan(place):
     states, weight = drawn(3, 40), drawn(40, seed=1)
     states[1, place] = math.nan
-    norm = operations.rms_norm(states, weight, 1e-5)
+    norm = operations.cpu_rms_norm(states, weight, 1e-5)
     assert norm[1].isnan().all() and not norm[[0, 2]].isnan().any()
-    product = operations.swiglu(states, weight.expand(3, -1).contiguous())
+    product = operations.cpu_swiglu(states, weight.expand(3, -1).contiguous())
     assert product.isnan().nonzero().tolist() == [[1, place]]
     # (2, 1, 3, 40)
     states = states.view(1, 3, 40).expand(2, -1, -1).contiguous()[:, :, None].transpose(1, 2)
