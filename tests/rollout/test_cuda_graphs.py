@@ -241,9 +241,9 @@ def test_a_nucleus_larger_than_what_a_step_searches_gives_the_same_answers(
     expected = without_graphs(sampling=sampling, tokens=40)
     whole, original = [], GraphedDecoder._generate
 
-    def noting(self, rows, most_rows, everywhere):
-        whole.append(everywhere)
-        return original(self, rows, most_rows, everywhere)
+    def noting(self, rows, most_rows, searches_all):
+        whole.append(searches_all)
+        return original(self, rows, most_rows, searches_all)
 
     monkeypatch.setattr(GraphedDecoder, "_generate", noting)
     monkeypatch.setattr(cuda_graphs, "NUCLEUS_STATIC", 4)
