@@ -15,7 +15,7 @@ from fixed_dtype import REAL_DEFAULT
 from tables import Row, flags_in, names_in, rows_of
 
 from dschat_ppo.commands import run_training
-from dschat_ppo.config.cli import notes, parse
+from dschat_ppo.config.cli import parse, unused_flag_notes
 from dschat_ppo.config.other_trainers import flags_for
 from dschat_ppo.config.step_config import flatten
 
@@ -169,7 +169,9 @@ def test_a_flag_of_deepspeed_chat_does_what_its_table_says(step):
         default, words = CHAT_FLAGS[step][name]
         config = parse(parser, [*NEEDED_OF[parser], f"--{name}", *words, *TOGETHER.get(name, [])])
         printed = [
-            line for line in notes(parser, config) if line.startswith(f"--{name} has no effect")
+            line
+            for line in unused_flag_notes(parser, config)
+            if line.startswith(f"--{name} has no effect")
         ]
         assert bool(printed) is (table == "Flags without effect"), name
         ours = {"beta": 0.1}.get(name, DEFAULTS[parser][name])
