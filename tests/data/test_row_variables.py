@@ -16,7 +16,7 @@ from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.observations import ObservationTokens
 from dschat_ppo.errors import UserError
-from dschat_ppo.rewards.learned_reward import _example
+from dschat_ppo.rewards.learned_reward import _example_to_score
 
 TEMPLATE = (
     "{% if style %}<|im_start|>system\n{{ style }}<|im_end|>\n{% endif %}"
@@ -103,7 +103,7 @@ def test_switches_and_empty_values_may_belong_to_other_templates(tmp_path):
 def test_a_reward_model_and_observations_read_them_too():
     tokenizer = tokenizer_of()
     row = {MESSAGES: [ASK], VARIABLES: QUIET | {"other": "x"}}
-    ids = encode_example(tokenizer, _example(tokenizer, "", "There.", row)).prompt
+    ids = encode_example(tokenizer, _example_to_score(tokenizer, "", "There.", row)).prompt
     assert tokenizer.decode(ids) == PROMPTS[0]
     read, seen = ObservationTokens(tokenizer, [], 100), Turn([{"role": "user", "content": "No."}])
     assert tokenizer.decode(read(seen, variables=LOUD)).endswith("assistant\n")
