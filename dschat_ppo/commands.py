@@ -93,23 +93,23 @@ def _ranks_of(run: RunFlags) -> AbstractContextManager[object]:
         return nullcontext()
     from unittest.mock import patch  # not at the top, so that --help does not wait for it
 
-    whole = run.dry_run_ranks
-    local = local_world_size()
-    several = local < world_size() and whole % local == 0
-    return patch.dict(
-        os.environ, WORLD_SIZE=str(whole), LOCAL_SIZE=str(local if several else whole)
-    )
+    ranks = run.dry_run_ranks
+    ranks_of_machine = ranks
+    has_several_machines = local_world_size() < world_size()
+    if has_several_machines and ranks % local_world_size() == 0:
+        ranks_of_machine = local_world_size()
+    return patch.dict(os.environ, WORLD_SIZE=str(ranks), LOCAL_SIZE=str(ranks_of_machine))
 
 
 def take_num_accelerators(argv: Sequence[str]) -> tuple[int | None, list[str]]:
     """(the value of `--num_accelerators N`, or None; the other words)."""
     parser = FlagParser(add_help=False, allow_abbrev=False)
     parser.add_argument(*FLAGS, type=int, metavar="N", help="number of ranks, 1 or more")
-    found, others = parser.parse_known_args(argv)
-    count: int | None = found.num_accelerators
+    parsed, words = parser.parse_known_args(argv)
+    count: int | None = parsed.num_accelerators
     if count is not None and count < 1:
         raise UserError(f"--num_accelerators {count}: give the number of ranks, 1 or more")
-    return count, others
+    return count, words
 
 
 def start(step: str, argv: Sequence[str]) -> int:
@@ -140,7 +140,8 @@ def start(step: str, argv: Sequence[str]) -> int:
         if stop_requests.interrupted():
             return INTERRUPTED
         return code
-    command = launch_command(step, words, ranks, "info" if config.console.verbose else "warning")
+    log_level = "info" if config.console.verbose else "warning"
+    command = launch_command(step, words, ranks, log_level)
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -188,9 +189,9 @@ def launch_command(step: str, words: Sequence[str], ranks: int, log_level: str) 
 def visible_devices(ranks: int) -> list[int | str]:
     """The first `ranks` devices, as DeepSpeed's launcher names them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names: list[int | str] = (
-        [name.strip() for name in named.split(",")] if named not in ("", "-1") else []
-    )
+    names: list[int | str] = []
+    if named not in ("", "-1"):
+        names += [name.strip() for name in named.split(",")]
     if len(names) >= ranks:
         return names[:ranks]
     return list(range(ranks))

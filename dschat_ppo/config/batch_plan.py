@@ -173,9 +173,11 @@ def plan_ppo(
     # per device, or per group of ranks that share rows
     rows = plan.rows_per_rank * shared
     rows_per_update = plan.global_batch * shared // world_size
-    sharing, device = (
-        (f" x {shared} ranks that share rows", "group") if shared > 1 else ("", "device")
-    )
+    sharing = ""
+    device = "device"
+    if shared > 1:
+        sharing = f" x {shared} ranks that share rows"
+        device = "group"
     # --generation_batches must be a multiple of this for a whole number of updates
     multiple = rows_per_update // gcd(rows // flags.generation_batches, rows_per_update)
     require(

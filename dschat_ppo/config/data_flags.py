@@ -70,7 +70,7 @@ COLUMN_FLAGS = (
 def parse_data_split(text: str) -> tuple[float, float, float]:
     """Parse `"2,4,4"`, the shares of a data set for SFT, reward model and PPO."""
     try:
-        shares = tuple(float(part) for part in text.split(","))
+        shares = tuple(float(share) for share in text.split(","))
     except ValueError:
         raise UserError(f"--data_split must be three numbers such as 2,4,4, got '{text}'") from None
     require(len(shares) == 3, f"--data_split needs three shares (SFT,reward,PPO), got '{text}'")
@@ -249,7 +249,9 @@ class DataFlags:
     @staticmethod
     def name_of(role: str) -> str:
         """The flag that names the column of a role of `columns`."""
-        return f"--{'better' if role in ('first_number', 'second_number') else role}_column"
+        if role in ("first_number", "second_number"):
+            return "--better_column"
+        return f"--{role}_column"
 
     @property
     def roles(self) -> dict[str, str]:
@@ -268,14 +270,14 @@ class DataFlags:
     def template_variables(self) -> dict[str, Any]:
         """`--chat_template_kwargs` as a dict."""
         try:
-            found = json.loads(self.chat_template_kwargs or "{}")
+            variables = json.loads(self.chat_template_kwargs or "{}")
         except (ValueError, RecursionError) as problem:
             raise UserError(f"--chat_template_kwargs is not JSON: {problem}") from None
-        if not isinstance(found, dict):
+        if not isinstance(variables, dict):
             raise UserError(
                 "--chat_template_kwargs must be a JSON object such as '{\"name\": true}'"
             )
-        return found
+        return variables
 
 
 @dataclass(frozen=True)

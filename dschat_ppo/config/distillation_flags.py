@@ -3,6 +3,7 @@ step 3."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,11 +66,14 @@ class TeacherFlags:
     @property
     def teachers(self) -> list[tuple[tuple[str, ...], str]]:
         """(data sources, none for all rows, and folder or hub name) of each teacher."""
-        parts = [text.partition("=") for text in self.teacher_model_name_or_path]
-        return [
-            (tuple(first.split(",")), name) if equals else ((), first)
-            for first, equals, name in parts
-        ]
+        teachers: list[tuple[tuple[str, ...], str]] = []
+        for text in self.teacher_model_name_or_path:
+            sources, equals, name = text.partition("=")
+            if equals:
+                teachers.append((tuple(sources.split(",")), name))
+            else:
+                teachers.append(((), text))
+        return teachers
 
     @property
     def routes(self) -> list[tuple[str, tuple[str, ...]]]:
@@ -79,10 +83,11 @@ class TeacherFlags:
     @property
     def models(self) -> dict[str, tuple[str, str]]:
         """Role -> the flag, and folder or hub name, as in `StepConfig.models`."""
-        roles = ["teacher", *(f"teacher {number}" for number in range(2, len(self.teachers) + 1))]
-        return {
-            role: (TEACHER, name) for role, (_, name) in zip(roles, self.teachers, strict=False)
-        }
+        models = {}
+        for index, (_, name) in enumerate(self.teachers):
+            role = "teacher" if index == 0 else f"teacher {index + 1}"
+            models[role] = (TEACHER, name)
+        return models
 
     @property
     def kind(self) -> str:
@@ -121,13 +126,10 @@ class DistillationFlags:
     def on_policy_share(self) -> float:
         """The share of PPO steps whose answers are sampled."""
         text = {"policy": "mix:1", "data": "mix:0"}.get(self.distill_on, self.distill_on)
-        try:
-            if text.startswith(MIX):
+        share = -1.0
+        if text.startswith(MIX):
+            with suppress(ValueError):
                 share = float(text.removeprefix(MIX))
-            else:
-                share = -1.0
-        except ValueError:
-            share = -1.0
         require(
             0 <= share <= 1,
             f"--distill_on '{text}' must be policy, data or mix:P with P from 0 to 1",

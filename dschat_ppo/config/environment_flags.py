@@ -109,13 +109,14 @@ class EnvironmentFlags:
     @property
     def files(self) -> list[tuple[str, str]]:
         """(flag with its value, file) of each file among them."""
-        found = [
-            (f"--{flag}", value)
-            for flag, named in self.given.items()
-            for value in ([named] if isinstance(named, str) else named)
-        ]
-        paths = [(f"{flag} {value}", value.rpartition(":")[0] or value) for flag, value in found]
-        return [(flag, path) for flag, path in paths if path.endswith((".py", ".yaml", ".yml"))]
+        files = []
+        for name, value_or_values in self.given.items():
+            values = [value_or_values] if isinstance(value_or_values, str) else value_or_values
+            for value in values:
+                path = value.rpartition(":")[0] or value
+                if path.endswith((".py", ".yaml", ".yml")):
+                    files.append((f"--{name} {value}", path))
+        return files
 
     @property
     def names(self) -> dict[str, Any]:

@@ -59,10 +59,10 @@ class FlagParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._wrong_values = []
-        parsed, others = super().parse_known_args(args, namespace)
+        parsed, unknown = super().parse_known_args(args, namespace)
         if self._wrong_values:
             self._refuse([])
-        return parsed, others
+        return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
         wrong_value = self._as_wrong_value(message)
@@ -80,18 +80,17 @@ class FlagParser(argparse.ArgumentParser):
     def _as_wrong_value(self, message: str) -> str | None:
         """What is wrong with the value of a flag, from the message of argparse; None if that is
         about something else."""
-        named = re.fullmatch(r"argument (--?[^:/]+)[^:]*: (.*)", message, re.DOTALL)
-        if named:
-            action = self._option_string_actions.get(named[1])
-        else:
-            action = None
-        if named is None or action is None:
+        match = re.fullmatch(r"argument (--?[^:/]+)[^:]*: (.*)", message, re.DOTALL)
+        if match is None:
             return None
+        flag, problem = match.groups()
+        action = self._option_string_actions.get(flag)
+        if action is None:
+            return None
+        see = "--help"
         if self.helps_by_name:
-            word = f" {named[1].lstrip('-').removeprefix('no_')}"
-        else:
-            word = ""
-        return f"{_wrong_value(named[1], action, named[2])} (see --help{word})"
+            see = f"--help {flag.lstrip('-').removeprefix('no_')}"
+        return f"{_wrong_value(flag, action, problem)} (see {see})"
 
     def _refuse(self, unknown: Sequence[str]) -> NoReturn:
         """Raise the error about the wrong values, and about `unknown` words of the command line."""
@@ -144,12 +143,15 @@ class FlagParser(argparse.ArgumentParser):
         if action.option_strings and arg_strings == ["--"]:
             raise argparse.ArgumentError(action, "expected a value, got '--'")
         if getattr(action, "commas", False):
-            if action.nargs == "*" and not all(map(_between_commas, arg_strings)):
-                raise argparse.ArgumentError(action, "expected a value, got ''")
-            parts = [part for word in arg_strings for part in _between_commas(word)]
-            arg_strings = parts if action.nargs == "*" else [",".join(parts)]
+            values: list[str] = []
+            for word in arg_strings:
+                values_of_word = _between_commas(word)
+                if action.nargs == "*" and not values_of_word:
+                    raise argparse.ArgumentError(action, "expected a value, got ''")
+                values += values_of_word
             if action.nargs == "+":  # a text
-                return super()._get_values(action, arg_strings)[0]
+                return super()._get_values(action, [",".join(values)])[0]
+            arg_strings = values
         return super()._get_values(action, arg_strings)
 
     @property
@@ -206,7 +208,7 @@ def _between_commas(word: str) -> list[str]:
     number of rows behind it, may have commas of its own."""
     if os.path.lexists(os.path.expanduser(re.sub(r"[:@][\d.]+$", "", word))):
         return [word]
-    return [part.strip() for part in word.split(",") if part.strip()]
+    return [value.strip() for value in word.split(",") if value.strip()]
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -219,24 +221,30 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
             return super()._format_action_invocation(action)
-        kind = action.metavar or (str(action.dest).upper() if action.nargs != 0 else "")
-        name = next(
-            (word for word in action.option_strings if word.startswith("--")),
-            action.option_strings[0],
-        )
-        return f"{name} {kind}".strip() + (" ..." if action.nargs in ("*", "+") else "")
+        name = action.option_strings[0]
+        for option in reversed(action.option_strings):
+            if option.startswith("--"):
+                name = option
+        kind = action.metavar
+        if not kind and action.nargs != 0:
+            kind = str(action.dest).upper()
+        invocation = f"{name} {kind}" if kind else name
+        if action.nargs in ("*", "+"):
+            invocation += " ..."
+        return invocation
 
     def _expand_help(self, action: argparse.Action) -> str:
         default = shown_default(action)
         aliases = [
             word for word in action.option_strings[1:] if word[2:].replace("-", "_") != action.dest
         ]
+        notes = []
         if default not in ("", "required") and "(default" not in str(action.help):
-            notes = [f"default: {default}"]
-        else:
-            notes = []
-        notes += [f"off: --no_{action.dest}"] if getattr(action, "has_off", False) else []
-        notes += [f"also: {', '.join(aliases)}"] if aliases else []
+            notes.append(f"default: {default}")
+        if getattr(action, "has_off", False):
+            notes.append(f"off: --no_{action.dest}")
+        if aliases:
+            notes.append(f"also: {', '.join(aliases)}")
         if notes:
             return f"{action.help} ({'; '.join(notes)})"
         return str(action.help)
@@ -263,20 +271,23 @@ def shown_default(action: argparse.Action) -> str:
 
 def _wrong_value(flag: str, action: argparse.Action, problem: str) -> str:
     """What is wrong with the value of a flag, and what it expects, from the message of argparse."""
-    given = re.search(r"(?:value|choice|argument):? (['\"])(.*?)\1($| \()", problem, re.DOTALL)
     expected = _expected(action)
     if problem.startswith("expected"):
         return f"{flag} needs a value, {expected}"
-    if given is None:
+    match = re.search(r"(?:value|choice|argument):? (['\"])(.*?)\1($| \()", problem, re.DOTALL)
+    if match is None:
         return f"{flag} {problem}"
+    value = match[2]
     if problem.startswith("ignored explicit argument"):
-        return f"{flag} takes no value, got {given[2]}"
+        return f"{flag} takes no value, got {value}"
+    message = f"{flag} {value}: expected {expected}"
+    if value in THEIR_VALUES:
+        return f"{message}; {THEIR_VALUES[value]}"
     choices = [str(choice) for choice in action.choices or ()]
-    nearest = difflib.get_close_matches(given[2].lower().replace("-", "_"), choices, n=1)
-    meant = THEIR_VALUES.get(given[2])
-    if meant is None and nearest:
-        meant = f"did you mean {nearest[0]}?"
-    return f"{flag} {given[2]}: expected {expected}" + (f"; {meant}" if meant else "")
+    similar = difflib.get_close_matches(value.lower().replace("-", "_"), choices, n=1)
+    if similar:
+        return f"{message}; did you mean {similar[0]}?"
+    return message
 
 
 def _expected(action: argparse.Action) -> str:
@@ -291,11 +302,10 @@ def _expected(action: argparse.Action) -> str:
 
 
 def _listed(choices: Iterable[Any]) -> str:
+    listed = f"one of {', '.join(map(str, choices))}"
     if isinstance(choices, OrOwnFunction):
-        own = ", or FILE.py:FUNCTION"
-    else:
-        own = ""
-    return f"one of {', '.join(map(str, choices))}{own}"
+        listed += ", or FILE.py:FUNCTION"
+    return listed
 
 
 def first_words(text: str) -> str:
@@ -337,23 +347,26 @@ def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any) -> None:
     if default is dataclasses.MISSING:
         default = argparse.SUPPRESS
     names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
-    read = values_of(kind)
+    settings = values_of(kind)
     text = str(field.metadata["help"])
-    commas = field.metadata.get("commas", False)
-    if range := field.metadata.get("range"):
-        read["type"] = partial(_in_range, read["type"], range, text)
-    if read["metavar"] == LONG_CHOICES:
-        text += f"; {_listed(read['choices'])}"
+    range_name = field.metadata.get("range")
+    if range_name:
+        settings["type"] = partial(_in_range, settings["type"], range_name, text)
+    if settings["metavar"] == LONG_CHOICES:
+        text += f"; {_listed(settings['choices'])}"
     if default is argparse.SUPPRESS:
         text += " (required)"
+    has_commas = field.metadata.get("commas", False)
+    if has_commas:
+        settings.setdefault("nargs", "+")
     action = section.add_argument(
         *names,
         *field.metadata.get("aliases", []),
         default=default,
-        **({"nargs": "+"} if commas else {}) | read,
+        **settings,
         help=text,
     )
-    action.commas = commas
+    action.commas = has_commas
     action.has_off = default is True
     if default is True:
         section.add_argument(
@@ -369,20 +382,21 @@ def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any) -> None:
 def values_of(kind: Any) -> dict[str, Any]:
     """What argparse needs to read values of a type: settings of `add_argument`."""
     if get_origin(kind) in (Union, UnionType):
-        kinds = [part for part in get_args(kind) if part is not NoneType]
+        kinds = [member for member in get_args(kind) if member is not NoneType]
         if len(kinds) == 2 and kinds[1] is str:
-            own = OrOwnFunction(get_args(kinds[0]))
-            return {"choices": own, "type": partial(_choice_of, own), "metavar": LONG_CHOICES}
+            choices = OrOwnFunction(get_args(kinds[0]))
+            return {
+                "choices": choices,
+                "type": partial(_choice_of, choices),
+                "metavar": LONG_CHOICES,
+            }
         [kind] = kinds
     if get_origin(kind) is list:
         [item] = get_args(kind)
         return {**values_of(item), "nargs": "*"}  # a list may be empty, as in DeepSpeed-Chat
     if get_origin(kind) is Literal:
         listed = "{" + ",".join(map(str, get_args(kind))) + "}"
-        if len(listed) <= _SHORT_CHOICES:
-            metavar = listed
-        else:
-            metavar = LONG_CHOICES
+        metavar = listed if len(listed) <= _SHORT_CHOICES else LONG_CHOICES
         return {
             "choices": get_args(kind),
             "type": partial(_choice_of, get_args(kind)),
@@ -394,10 +408,12 @@ def values_of(kind: Any) -> dict[str, Any]:
 
 
 def _choice_of(choices: tuple[Any, ...], text: str) -> Any:
-    choice = next((choice for choice in choices if str(choice) == text), text)
-    if choice not in choices:
+    for choice in choices:
+        if str(choice) == text:
+            return choice
+    if text not in choices:  # a function of one's own is
         raise argparse.ArgumentTypeError(f"invalid choice: {text!r}")
-    return choice
+    return text
 
 
 def _bool_of(text: str) -> bool:
@@ -413,13 +429,12 @@ def _in_range(kind: Callable[[str], float], range: str, help: str, text: str) ->
         value = kind(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"invalid value: {text!r}") from None
-    wanted, fits = RANGES[range]
-    if not fits(value):
-        if wanted.endswith("0 or above"):
-            zero = re.search(r"\b0 = [^;,)]+", help)
-        else:
-            zero = None
-        raise argparse.ArgumentTypeError(
-            f"must be {wanted}, got {value}" + (f"; {zero[0]}" if zero else "")
-        )
-    return value
+    description, fits = RANGES[range]
+    if fits(value):
+        return value
+    message = f"must be {description}, got {value}"
+    if description.endswith("0 or above"):
+        zero = re.search(r"\b0 = [^;,)]+", help)
+        if zero is not None:
+            message += f"; {zero[0]}"
+    raise argparse.ArgumentTypeError(message)

@@ -285,13 +285,14 @@ _STOP = (
 
 
 def _help(rules: Sequence[Rule], window: int) -> str:
-    rows = (
-        rule.name + ("" if rule.threshold is None else f"={rule.threshold:g}") for rule in rules
-    )
+    names = []
+    for rule in rules:
+        threshold = "" if rule.threshold is None else f"={rule.threshold:g}"
+        names.append(f"{rule.name}{threshold}")
     return (
         "thresholds of the health warnings as NAME=VALUE, NAME=off for none"
         " (docs/troubleshooting.md); window: steps that a trend covers. Defaults:"
-        f" {WINDOW}={window}, {', '.join(rows)}"
+        f" {WINDOW}={window}, {', '.join(names)}"
     )
 
 
@@ -350,14 +351,16 @@ def thresholds(flags: HealthFlags) -> tuple[int, dict[str, float], set[str]]:
             raise UserError(f"--health {text}: {name} takes off")
         else:
             with reading(f"--health {text}: {name} takes a number, or off"):
-                number = float(value)
+                threshold = float(value)
             # of a factor or a number; others are a size, some of them below 0
             least = 1 if limit > 1 else 0
-            counts = name == "overfitting" and not number.is_integer()  # evaluations
-            if counts or not least <= number * math.copysign(1, limit) < math.inf:
+            size = threshold * math.copysign(1, limit)
+            counts_evaluations = name == "overfitting"
+            is_fraction = counts_evaluations and not threshold.is_integer()
+            if is_fraction or not least <= size < math.inf:
                 sign = "below" if limit < 0 else "above"
-                kind = "whole numbers of " if name == "overfitting" else ""
+                kind = "whole numbers of " if counts_evaluations else ""
                 raise UserError(f"--health {text}: {name} takes {kind}{least} or {sign}, or off")
-            limits[name] = number
+            limits[name] = threshold
             off.discard(name)
     return window, {name: limit for name, limit in limits.items() if limit is not None}, off

@@ -26,20 +26,20 @@ def old_logprobs_source(
     if reason is None and any(router_adds_noise(model) for model in model_configs):
         reason = "the router of a model adds noise in training"
     if reason is None:
-        return ("update", None)
-    return (of_scoring, reason)
+        return "update", None
+    return of_scoring, reason
 
 
 def describe(source: OldLogprobs, reason: str | None) -> str:
     """The result of `old_logprobs_source` for the log."""
-    shown = {
+    description = {
         "recompute": "scoring recomputes them",
         "rollout": "those recorded while sampling",
         "update": "those of the update, which also gives the values; ratios are 1",
     }[source]
     if reason is None:
-        return shown
-    return f"{shown}, because {reason} (--old_logprobs auto)"
+        return description
+    return f"{description}, because {reason} (--old_logprobs auto)"
 
 
 def _needed_before(config: PPOConfig, plan: PPOPlan) -> str | None:
@@ -47,36 +47,36 @@ def _needed_before(config: PPOConfig, plan: PPOPlan) -> str | None:
     in the reward is then that of the log-probs recorded while sampling. In bf16 these differ from
     those of a training forward by 0.05 per token (standard deviation, a model of 260 k parameters),
     around 0, which `abs` sums up to 3.8 in 128 tokens."""
-    ppo = config.ppo
     algorithm = config.algorithm
-    rounds = config.run.dtype != "fp32"
-    reasons = {
-        f"a PPO step makes {plan.updates_per_rollout} optimizer steps": (
-            plan.updates_per_rollout > 1
-        ),
-        "--dynamic_sampling keeps answers for the next PPO step": algorithm.dynamic_sampling,
-        "--importance_correction compares them with those of sampling": (
-            algorithm.importance_correction != "none"
-        ),
-        "--high_entropy_share selects tokens by their entropy": algorithm.high_entropy_share < 1,
-        f"--policy_loss {algorithm.policy_loss} selects tokens by them": algorithm.selects_tokens,
-        "--kl_estimator full compares whole distributions": algorithm.kl_estimator == "full",
-        f"--kl_estimator abs measures rounding in {config.run.dtype}": (
-            algorithm.kl_estimator == "abs" and rounds
-        ),
-        "--actor_dropout changes them in training": bool(ppo.actor_dropout),
-        "--critic_dropout changes values in training": (
-            algorithm.has_critic and bool(ppo.critic_dropout)
-        ),
-        "--lora_dropout changes them in training": config.adapters.lora_dropout > 0,
-    }
-    return next((reason for reason, applies in reasons.items() if applies), None)
+    if plan.updates_per_rollout > 1:
+        return f"a PPO step makes {plan.updates_per_rollout} optimizer steps"
+    if algorithm.dynamic_sampling:
+        return "--dynamic_sampling keeps answers for the next PPO step"
+    if algorithm.importance_correction != "none":
+        return "--importance_correction compares them with those of sampling"
+    if algorithm.high_entropy_share < 1:
+        return "--high_entropy_share selects tokens by their entropy"
+    if algorithm.selects_tokens:
+        return f"--policy_loss {algorithm.policy_loss} selects tokens by them"
+    if algorithm.kl_estimator == "full":
+        return "--kl_estimator full compares whole distributions"
+    if algorithm.kl_estimator == "abs" and config.run.dtype != "fp32":
+        return f"--kl_estimator abs measures rounding in {config.run.dtype}"
+    if config.ppo.actor_dropout:
+        return "--actor_dropout changes them in training"
+    if algorithm.has_critic and config.ppo.critic_dropout:
+        return "--critic_dropout changes values in training"
+    if config.adapters.lora_dropout > 0:
+        return "--lora_dropout changes them in training"
+    return None
 
 
 def router_adds_noise(model: dict[Any, Any]) -> bool:
     """Whether a mixture of experts multiplies the inputs of its router by noise in training (Fedus
     et al. 2022); `model` is a `config.json`."""
-    parts = [value for value in model.values() if isinstance(value, dict)]
-    return any("jitter" in str(name) and value for name, value in model.items()) or any(
-        map(router_adds_noise, parts)
-    )
+    for name, value in model.items():
+        if "jitter" in str(name) and value:
+            return True
+        if isinstance(value, dict) and router_adds_noise(value):
+            return True
+    return False

@@ -204,8 +204,8 @@ def trains_critic(words: Sequence[str]) -> bool:
         flag, equals, value = word.partition("=")
         name = flag.replace("-", "_").replace(".", "_")
         if name.endswith("advantage_estimator"):
-            following = words[position + 1 : position + 2]
-            estimator = value if equals else "".join(following)
+            following = "".join(words[position + 1 : position + 2])
+            estimator = value if equals else following
     return estimator == "gae"
 
 
@@ -224,10 +224,9 @@ def what_to_use(
         if not meant:
             return "is for a critic, which only --advantage_estimator gae trains; omit it"
     if meant:
+        micro_batch = "training"
         if "per_device_train_batch_size" in known:
             micro_batch = "train"
-        else:
-            micro_batch = "training"
         remarks = [REMARKS[name] for name in _names_of(given) if name in REMARKS]
         remark = f" ({remarks[0]})" if remarks else ""
         remark = remark.format(micro_batch=f"--per_device_{micro_batch}_batch_size")
@@ -244,9 +243,9 @@ def _is_of_critic(flag: str) -> bool:
 
 def _names_of(given: str) -> Iterator[str]:
     """`a.b.c` as `a_b_c`, `b_c` and `c`."""
-    parts = given.split(".")
-    for first in range(len(parts)):
-        yield "_".join(parts[first:])
+    words = given.split(".")
+    for first in range(len(words)):
+        yield "_".join(words[first:])
 
 
 def flags_for(given: str, known: Collection[str]) -> list[str]:
@@ -258,13 +257,11 @@ def flags_for(given: str, known: Collection[str]) -> list[str]:
             return [name]
         role = next((role for role in ROLES if name.startswith(role)), "")
         bare = name.removeprefix(role)
-        meant = OUR_NAMES.get(name, OUR_NAMES.get(bare, bare)).split()
-        flags = [
-            flag
-            for ours in meant
-            for flag in (ours, *(other + ours for other in ROLES))
-            if flag in known
-        ]
+        our_names = OUR_NAMES.get(name, OUR_NAMES.get(bare, bare)).split()
+        flags = []
+        for our_name in our_names:
+            candidates = [our_name, *(prefix + our_name for prefix in ROLES)]
+            flags += [flag for flag in candidates if flag in known]
         if flags:
             of_role = [flag for flag in flags if role and flag.startswith(role)]
             return of_role or flags

@@ -189,7 +189,9 @@ class BestFlags:
             f"--metric_for_best {self.metric_for_best}: is a higher or a lower value better? Write"
             f" {name}:max or {name}:min",
         )
-        return BestMetric(name, direction == "max" if direction else kind in _HIGHER)
+        if direction:
+            return BestMetric(name, direction == "max")
+        return BestMetric(name, kind in _HIGHER)
 
     def require_metric(self, metrics: Sequence[str]) -> None:
         """Check that the metric is one of `metrics` (without "eval_"), or one of them for a data
@@ -333,17 +335,19 @@ class PreferenceFlags:
     def eval_metrics(self) -> tuple[str, ...]:
         """Names of the metrics of an evaluation."""
         if self.objective == "reward":
-            centred = ("centering_loss",) if self.center_rewards_coef else ()
-            return ("loss", "accuracy", "margin", "chosen_score", "rejected_score", *centred)
+            of_scores = ("loss", "accuracy", "margin", "chosen_score", "rejected_score")
+            if self.center_rewards_coef:
+                return (*of_scores, "centering_loss")
+            return of_scores
         if self.objective == "process":
             return ("loss", "accuracy", "accuracy_good", "accuracy_bad", "good_share")
-        own = {
+        of_objective = {
             "kto": ("kl",),
             "dpo_nll": ("nll",),
             **dict.fromkeys(("orpo", "simpo", "cpo"), ("contrast", "nll")),
         }
         sides = ("chosen_reward", "rejected_reward", "chosen_logprob", "rejected_logprob")
-        return ("loss", "accuracy", "margin", *sides, *own.get(self.objective, ()))
+        return ("loss", "accuracy", "margin", *sides, *of_objective.get(self.objective, ()))
 
     @property
     def has_reference(self) -> bool:
