@@ -133,7 +133,7 @@ class RolloutSampler:
                 prompts, indices, config.samples, seeds, cancelled, key
             )
             seeds_of_rows = row_seeds(first, len(indices) * config.samples, self.seed, *path)
-            # some environments begin in several ways: then each row has a prompt of its own
+            # some environments begin in several ways: then each row has its own prompt
             samples = len(seeds_of_rows) // len(batch.prompt_ids)
             rollout = self._generate(
                 batch, seeds_of_rows, replace(config, samples=samples), cancelled, turns
