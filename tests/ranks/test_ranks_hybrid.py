@@ -35,7 +35,7 @@ def test_switches_change_no_weight_and_restore_training(found):
     for rank in found:
         toggles = rank["toggles"]
         assert toggles["weights equal"] and toggles["equal"] and toggles["training"]
-        assert toggles["left tensors"] == 0 and toggles["difference"] < 1e-5
+        assert toggles["left tensors"] <= 0 and toggles["difference"] < 1e-5
         assert (
             rank["steps"]["plain"]["partitioned"]
             == rank["steps"]["tensor parallel"]["partitioned"]

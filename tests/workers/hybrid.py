@@ -141,6 +141,7 @@ def toggle_many(ppo) -> dict:
     before, weights = state(), held(ppo)
     for _ in range(TOGGLES):
         generate_some(ppo, 2, 3)
+        gc.collect()  # else the count falls where the collector runs in between
         alive.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
     found = {"equal": state() == before, "training": engine.module.training}
     found["weights equal"] = all(torch.equal(a, b) for a, b in zip(weights, held(ppo), strict=True))
