@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from os.path import commonprefix
 from typing import Any
@@ -16,31 +16,18 @@ from dschat_ppo.data.examples import Message, functions_of
 from dschat_ppo.data.rendered import check_calls
 from dschat_ppo.data.replies import Reply, read_reply, without_open_thought
 from dschat_ppo.data.templates import render, turn_end, without_final
+from dschat_ppo.data.written_calls import (
+    CallSection,
+    MalformedCallError,
+    WrittenCall,
+    call_sections,
+    json_calls,
+)
 from dschat_ppo.errors import UserError
 
-# What follows these marks is one call, or (Mistral) a list of calls; a mark without its end is a
-# call that was cut.
-_CALLS = re.compile(
-    # Hermes, Qwen; JSON or the tags of Qwen3-Coder
-    r"<tool_call>(?P<hermes>.*?)(?:</tool_call>|\Z)"
-    r"|\[TOOL_CALLS\](?P<mistral>.*?)(?=\[TOOL_CALLS\]|\Z)"
-    r"|<\|python_tag\|>(?P<llama>.*?)(?:<\|e(?:om|ot)_id\|>|\Z)",
-    re.DOTALL,
-)
-_TAGS = re.compile(r"\s*<function=[^>\s]+>.*</function>\s*", re.DOTALL)
-_FUNCTION = re.compile(  # one of them; a value may hold "</function>"
-    r"<function=([^>\s]+)>(.*?)</function>\s*(?=<function=[^>\s]+>|\Z)", re.DOTALL
-)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-# Mistral since November 2024
-_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]([^\[]*))?\[ARGS\](.*)", re.DOTALL)
 _BARE_NAME = re.compile(r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"]*)"')
 
 DEEPEST = 100  # levels of a message; Python's own limit is 1000
-
-
-class MalformedCallError(ValueError):
-    """A tool call that cannot be read; the message is for the model."""
 
 
 def parse_action(
@@ -61,16 +48,19 @@ def parse_action(
         except (ValueError, KeyError, TypeError, RecursionError) as problem:
             raise MalformedCallError(f"the tool call cannot be read: {problem}") from None
         return _shallow(message)
-    calls = list[dict[str, Any]]()
-    marked = _marked_calls(reply)
-    for match in marked:
-        calls += _calls_of(match[match.lastgroup or 0], tools)
+    sections = list[CallSection]()
+    if tools:
+        sections += _bare_section(reply, tools)
+    sections += _marked_sections(reply, sections)
+    calls = list[WrittenCall]()
+    for section in sections:
+        if section.problem:
+            raise MalformedCallError(section.problem)
+        calls += section.calls
     if calls:
-        message["content"] = reply.rest_until(marked[0].start()).rstrip()
-    elif tools:
-        calls = _bare_calls(reply.rest, tools)
-    if calls:
-        message["tool_calls"] = calls
+        message["tool_calls"] = [_call_message(call, tools) for call in calls]
+        spans = [(section.start, section.end) for section in sections]
+        message["content"] = reply.rest_without(spans)
     else:
         message["content"] = reply.rest
     return _shallow(message)
@@ -128,44 +118,53 @@ def said_and_called(text: str, is_opened: bool = False) -> tuple[str, str]:
     """The part of a message before its tool calls in the common formats, with its thoughts, and the
     rest of it; read as by `parse_action`."""
     reply = read_reply(text, is_opened)
-    marked = _marked_calls(reply)
-    if marked:
-        start = marked[0].start()
+    sections = _bare_section(reply, [])
+    sections += _marked_sections(reply, sections)
+    if sections:
+        start = sections[0].start
         return text[:start].rstrip(), text[start:]
-    with suppress(MalformedCallError):
-        if _bare_calls(reply.rest, []):
-            start = reply.outside[-1][0]
-            return text[:start].rstrip(), text[start:].lstrip()
     return text, ""
 
 
-def _marked_calls(reply: Reply) -> list[re.Match[str]]:
-    """The calls outside of thoughts that have the marks of a format."""
-    return [
-        match for start, stop in reply.outside for match in _CALLS.finditer(reply.text, start, stop)
-    ]
+def _marked_sections(reply: Reply, bare: Sequence[CallSection]) -> list[CallSection]:
+    """The calls outside of thoughts that have the marks of a format; `bare`: those in JSON without
+    marks before them."""
+    first = max([section.end for section in bare], default=0)
+    sections = list[CallSection]()
+    for start, stop in reply.outside:
+        sections += call_sections(reply.text[:stop], max(start, first))
+    return sections
 
 
-def _bare_calls(text: str, tools: list[Any]) -> list[dict[str, Any]]:
-    """The call that a text is as a whole, as Llama 3.1 and later write it; [] for any other text,
-    also if that is JSON. `MalformedCallError` for a call of one of `tools` that is no valid JSON.
-    """
-    if not text.lstrip().startswith("{"):
+def _bare_section(reply: Reply, tools: list[Any]) -> list[CallSection]:
+    """The calls without marks that an answer is, as Llama 3.1 and later write them; [] for any
+    other text, also if that is JSON. Text may follow calls of `tools`. `MalformedCallError` for a
+    call of one of `tools` that is no valid JSON."""
+    if not reply.outside:
+        return []
+    start, stop = reply.outside[-1]
+    text = reply.text[:stop]
+    start += len(text[start:]) - len(text[start:].lstrip())
+    if not text.startswith("{", start):
         return []
     names = [str(tool["name"]) for tool in functions_of([{"tool_calls": tools}]) if "name" in tool]
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        named = _BARE_NAME.match(text)
+        calls, end = json_calls(text, start)
+        following = text[end:].strip()
+        if following.startswith(("}", "]", ",")):
+            raise MalformedCallError("the tool call is not valid JSON (more of it follows its end)")
+    except MalformedCallError:
+        named = _BARE_NAME.match(text, start)
         if named is not None and named[1] in names:
-            return _calls_of(text, tools)
+            raise
         return []
-    name = value.get("name")
-    has_arguments = "arguments" in value or "parameters" in value
-    is_call = isinstance(name, str) and (has_arguments or name in names)
-    if is_call:
-        return _calls_of(text, tools)
-    return []
+    is_all = not following
+    for call in calls:
+        is_known = call.name in names
+        has_arguments = call.arguments is not None
+        if not is_known and not (is_all and has_arguments):
+            return []
+    return [CallSection(start, end, tuple(calls))]
 
 
 def _shallow(value: Any, levels: int = DEEPEST) -> Any:
@@ -183,57 +182,32 @@ def _shallow(value: Any, levels: int = DEEPEST) -> Any:
     return value
 
 
-def _calls_of(text: str, tools: list[Any]) -> list[dict[str, Any]]:
-    """The calls of one mark, as in transformers' chats."""
-    if _TAGS.fullmatch(text) is not None:
-        return _tagged_calls(text, tools)
-    named = _NAMED.fullmatch(text)
-    if named is not None:
-        return [_call_message(named[1], _json(named[3]), named[2])]
-    calls_as_json = _json(text)
-    if not isinstance(calls_as_json, list):
-        calls_as_json = [calls_as_json]
-    calls = []
-    for call in calls_as_json:
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise MalformedCallError('a tool call is a JSON object with "name" and "arguments"')
-        arguments = call.get("arguments", call.get("parameters"))
-        calls.append(_call_message(call["name"], arguments, call.get("id")))
-    return calls
-
-
-def _tagged_calls(text: str, tools: list[Any]) -> list[dict[str, Any]]:
-    """The calls in Qwen3-Coder's tags. A value is JSON where it is JSON, unless the schema of the
-    tool says that it is a string: the template writes strings without quotes."""
-    types_of_tools = {
-        schema.get("name"): _argument_types(schema)
-        for schema in functions_of([{"tool_calls": tools}])
-    }
-    calls = []
-    for name, body in _FUNCTION.findall(text):
-        types = types_of_tools.get(name, {})
-        arguments = dict[str, Any]()
-        for argument, value in _PARAMETER.findall(body):
-            arguments[argument] = value
-            if types.get(argument) != "string":
-                arguments[argument] = _value(value)
-        calls.append(_call_message(name, arguments))
-    return calls
-
-
-def _call_message(name: str, arguments: Any, call_id: Any = None) -> dict[str, Any]:
-    """A call as in transformers' chats; `call_id`: the id by which the model names it."""
-    function = {"name": name, "arguments": _arguments(arguments)}
-    if call_id:
-        return {"type": "function", "id": str(call_id), "function": function}
+def _call_message(call: WrittenCall, tools: list[Any]) -> dict[str, Any]:
+    """A call as in transformers' chats."""
+    if call.is_tagged:
+        arguments = _typed_arguments(call, tools)
+    else:
+        arguments = _arguments(call.arguments)
+    function = {"name": call.name, "arguments": arguments}
+    if call.call_id:
+        return {"type": "function", "id": str(call.call_id), "function": function}
     return {"type": "function", "function": function}
 
 
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as problem:
-        raise MalformedCallError(f"the tool call is not valid JSON ({problem})") from None
+def _typed_arguments(call: WrittenCall, tools: list[Any]) -> dict[str, Any]:
+    """The values of Qwen3-Coder's tags. A value is JSON where it is JSON, unless the schema of the
+    tool says that it is a string: the template writes strings without quotes."""
+    types = dict[str, Any]()
+    for schema in functions_of([{"tool_calls": tools}]):
+        if schema.get("name") == call.name:
+            types = _argument_types(schema)
+    arguments = dict[str, Any]()
+    for name, text in call.arguments.items():
+        arguments[name] = text
+        if types.get(name) != "string":
+            with suppress(ValueError, RecursionError):
+                arguments[name] = json.loads(text)
+    return arguments
 
 
 def _arguments(arguments: Any) -> dict[str, Any]:
@@ -241,15 +215,10 @@ def _arguments(arguments: Any) -> dict[str, Any]:
     if arguments is None:
         return {}
     if isinstance(arguments, str):
-        arguments = _json(arguments)
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as problem:
+            raise MalformedCallError(f"the tool call is not valid JSON ({problem})") from None
     if not isinstance(arguments, dict):
         raise MalformedCallError('"arguments" of a tool call is a JSON object')
     return arguments
-
-
-def _value(text: str) -> Any:
-    """A parameter of Qwen3-Coder's tags: JSON where it is JSON, or else the text."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text

@@ -38,7 +38,18 @@ def content_and_calls(text, is_opened=False, tools=TOOLS, tokenizer=None):
     return message["content"], len(calls)
 
 
-@pytest.mark.parametrize("call", [CALL, TAGS, f"[TOOL_CALLS][{JSON}]", f"<|python_tag|>{JSON}"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        CALL,
+        TAGS,
+        "<function=add>\n<parameter=a>\n1\n</parameter>\n</function>",
+        f"[TOOL_CALLS][{JSON}]",
+        '[TOOL_CALLS]add[ARGS]{"a": 1}',
+        f"<|python_tag|>{JSON}",
+        f"<|python_tag|>{JSON}<|eom_id|>",
+    ],
+)
 @pytest.mark.parametrize(
     ("text", "is_opened", "content", "calls"),
     [
@@ -49,10 +60,19 @@ def content_and_calls(text, is_opened=False, tools=TOOLS, tokenizer=None):
         ("Maybe CALL?\n</think>\nIt is 3.", True, "It is 3.", 0),
         ("Maybe CALL", True, "", 0),  # the limit, or an end token, cut the thought
         ("<think>\nMaybe CALL", False, "", 0),
-        ("<think>A</think>First. CALL<think>B: CALL</think>CALL", False, "First.", 2),
+        ("<think>A</think>First. CALL\n\nCALL", False, "First.", 2),
+        # text after calls is content, as text before them is
+        ("<think>A</think>CALL\nIt is on.", False, "It is on.", 1),
+        ("I add.\nCALL Then\nCALL\n\nI wait.", False, "I add.\nThen\n\nI wait.", 2),
+        ("I write `<tool_call>` or `<|python_tag|>` once: CALL", False, None, 1),
+        ("`<tool_call>` is a tag, `<|python_tag|>` too.", False, None, 0),
     ],
 )
-def test_a_call_in_a_thought_is_none(call, text, is_opened, content, calls):
+def test_a_call_counts_outside_of_thoughts_and_text_around_it_stays(
+    call, text, is_opened, content, calls
+):
+    if content is None:
+        content = text.removesuffix(" CALL")
     assert content_and_calls(text.replace("CALL", call), is_opened) == (content, calls)
 
 
@@ -81,6 +101,83 @@ def test_json_that_is_a_call_follows_thoughts_too():
     assert said_and_called(text) == ("<think>Um.</think>", JSON)
     with pytest.raises(MalformedCallError, match="not valid JSON"):
         content_and_calls('{"name": "add", "parameters": {"a": 1')
+
+
+MARKS_OF_CALLS = (
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+    "<tool_call>{}</tool_call>",
+    "<|eom_id|>",
+    "</think>",
+    "<function=a></function>",
+    "`<think>",
+)
+
+
+@pytest.mark.parametrize("cited", MARKS_OF_CALLS)
+@pytest.mark.parametrize(
+    "form",
+    [
+        "<tool_call>JSON</tool_call>",
+        "[TOOL_CALLS][JSON]",
+        "[TOOL_CALLS]put[ARGS]ARGUMENTS",
+        "<|python_tag|>JSON",
+        "JSON",
+        "<tool_call>\n<function=put>\n<parameter=text>\nTEXT\n</parameter>\n</function>\n</tool_call>",
+        "<function=put><parameter=text>TEXT</parameter></function>",
+    ],
+)
+def test_marks_inside_the_arguments_of_a_call_are_text(form, cited):
+    tools = [{"type": "function", "function": {"name": "put", "parameters": {}}}]
+    arguments = {"text": f"a {cited} b"}
+    call = form.replace("TEXT", arguments["text"])
+    call = call.replace("JSON", json.dumps({"name": "put", "arguments": arguments}))
+    call = call.replace("ARGUMENTS", json.dumps(arguments))
+    message = parse_action(tokenizer_of("bytes"), f"{call}\nDone.", tools)
+    assert [each["function"] for each in message["tool_calls"]] == [
+        {"name": "put", "arguments": arguments}
+    ]
+    assert message["content"] == "Done."
+
+
+@pytest.mark.parametrize("between", ["; ", ";", " ;\n", "\n"])
+@pytest.mark.parametrize(
+    "form", ["JSON", "<|python_tag|>JSON<|eom_id|>", CALL.replace(JSON, "JSON")]
+)
+def test_several_calls_in_json_stand_between_semicolons_or_lines(form, between):
+    assert content_and_calls(form.replace("JSON", between.join([JSON] * 3))) == ("", 3)
+    assert content_and_calls(form.replace("JSON", f"{JSON};")) == ("", 1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{CALL[:-12]}}}</tool_call>",
+        f"<tool_call>{JSON} and more</tool_call>",
+        "<tool_call>add(1)</tool_call>",
+        "<tool_call>",
+        f"[TOOL_CALLS][{JSON}",
+        f"[TOOL_CALLS][{JSON}]]",
+        f"<|python_tag|>{JSON}; {{",
+        f"{JSON}; {{",
+        f"{JSON}}}",
+        "<tool_call><function=add><parameter=a>1</function></tool_call>",
+        "<function=add><parameter=a>1",
+        "<function=add>",
+        '[TOOL_CALLS]add[ARGS]{"a": ',
+        f"{CALL} <tool_call>{{",
+    ],
+)
+def test_a_call_that_is_cut_or_broken_is_malformed(text):
+    with pytest.raises(MalformedCallError, match="not valid"):
+        content_and_calls(text)
+    assert said_and_called(f"Now. {text}")[0] == "Now." or text.startswith("{")
+
+
+def test_tags_in_prose_are_no_call():
+    text = "A call is <function=NAME>, with its parameters, or `[TOOL_CALLS]` and JSON."
+    assert content_and_calls(text) == (text, 0)
 
 
 def test_tags_hold_several_calls_and_the_schema_says_what_is_a_string():
