@@ -35,15 +35,15 @@ PER_ROW = (
     "episode_lengths",
     "finish_reason",
     "failed",
-    "episodes",
-    "left",
+    "episode_ids",
+    "left_group",
     "source_scores",
     "scores",
     "baselines",
     "groups",
     "data_sources",
-    "numbers",
-    "answer_scores",
+    "row_indices",
+    "penalised_scores",
 )
 
 
@@ -56,7 +56,7 @@ class PromptBatch:
 
 
 class FinishReason(IntEnum):
-    """Why an answer ended."""
+    """Why a response ended."""
 
     EOS = 0  # EOS or the end-of-turn token
     STOP = 1  # a stop token or stop string
@@ -80,8 +80,8 @@ class Rollout:
     prompt_mask: Tensor  # (B, P) bool, True on prompt tokens
     response_ids: Tensor  # (B, R) int64, right-padded
     # (B, R) bool, True on the tokens that the policy chose: up to and including the token that
+    # ended the response, without the observations of an episode
     response_mask: Tensor
-    #   ended the answer, without the observations of an episode
     # (B, R) fp32, recorded while sampling: with the temperature, before top-k and top-p
     rollout_logprobs: Tensor
     finish_reason: Tensor  # (B,) int8, a `FinishReason`
@@ -92,8 +92,8 @@ class Rollout:
     turn_rewards: Tensor | None = field(default=None, kw_only=True)
     # (B,) bool, True where the environment failed
     failed: Tensor | None = field(default=None, kw_only=True)
-    # (B,) int64, number of the row's episode, by which `EpisodeRollouts` knows its messages
-    episodes: Tensor | None = field(default=None, kw_only=True)
+    # (B,) int64, key of the row's episode in `EpisodeRollouts.messages`
+    episode_ids: Tensor | None = field(default=None, kw_only=True)
     # (B, P) as `prompt_ids` and `prompt_mask`: what a teacher reads in their place, where it reads
     # something else
     teacher_prompt_ids: Tensor | None = field(default=None, kw_only=True)
@@ -114,7 +114,7 @@ class Rollout:
 
     @property
     def ended(self) -> Tensor:
-        """(B,) bool, True for answers that ended by themselves, False for truncated ones."""
+        """(B,) bool, True for responses that ended by themselves, False for truncated ones."""
         return self.finish_reason != FinishReason.LENGTH
 
 
@@ -130,7 +130,7 @@ class ForwardedRollout(Rollout):
     ref_logprobs: Tensor | None  # (B, R) fp32, log-probs under the reference
     kl: Tensor | None  # (B, R) fp32, KL to the reference, for the penalty in the reward
     values: Tensor | None  # (B, R) fp32, the critic's value before each response token
-    groups: Tensor  # (B,) int64, number of the row's prompt in the run
+    groups: Tensor  # (B,) int64, index of the row's prompt among all prompts of the run
     # (B,) int64, index of the prompt's data set
     data_sources: Tensor | None = field(default=None, kw_only=True)
     # (B,) int64, index of the row's teacher, -1: none
@@ -157,16 +157,16 @@ class ScoredRollout(ForwardedRollout):
     # (B,) fp32, score of the greedy response to the same prompt, for remax
     baselines: Tensor | None
     # (B,) bool, True for rows without a score, which leave their group; None: there are none
-    left: Tensor | None = field(default=None, kw_only=True)
+    left_group: Tensor | None = field(default=None, kw_only=True)
     # (B, R) bool, `response_mask` before rows left; None if none did
     sampled_mask: Tensor | None = field(default=None, kw_only=True)
 
     @property
-    def kept(self) -> Tensor:
+    def has_score(self) -> Tensor:
         """(B,) bool, True for rows that have a score."""
-        if self.left is None:
+        if self.left_group is None:
             return torch.ones_like(self.groups, dtype=torch.bool)
-        return ~self.left
+        return ~self.left_group
 
 
 @dataclass(frozen=True)
@@ -176,11 +176,11 @@ class RewardedRollout(ScoredRollout):
 
     rewards: Tensor  # (B, R) fp32, reward of each token: KL penalty, and on the last one the score
     loss_mask: Tensor  # (B, R) bool, True on the response tokens in the policy loss
-    # (B,) int64, number of the row in its PPO step
-    numbers: Tensor | None = field(default=None, kw_only=True)
-    # (B,) fp32, `scores` after scaling and clipping,
-    answer_scores: Tensor | None = field(default=None, kw_only=True)
-    #   less the penalties of missing and late ends: what the last token's reward holds
+    # (B,) int64, index of the row among those of its PPO step
+    row_indices: Tensor | None = field(default=None, kw_only=True)
+    # (B,) fp32, `scores` after scaling and clipping, less the penalties of responses that are cut
+    # or too long: what the last token's reward holds
+    penalised_scores: Tensor | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -204,18 +204,18 @@ def full_sequences(rows: Rollout) -> tuple[Tensor, Tensor]:
     """Right-padded rows `[prompt | response]` that begin at column 0, so that a token's column is
     its position: `(input_ids (B, T) int64, lengths (B,) int64)`, T the longest of the rows. Ids
     after a row's length are arbitrary: with causal attention no real token sees them."""
-    prompt_lengths, lengths = rows.prompt_mask.sum(dim=1), row_lengths(rows)  # (B,) each
+    lengths = row_lengths(rows)  # (B,)
     joined = torch.cat([rows.prompt_ids, rows.response_ids], dim=1)  # (B, P + R)
-    # (B,) column of the first prompt token in `joined`
-    first = rows.prompt_ids.shape[1] - prompt_lengths
+    # (B, 1) column of the first prompt token in `joined`
+    first = rows.prompt_ids.shape[1] - rows.prompt_mask.sum(dim=1, keepdim=True)
     columns = torch.arange(int(lengths.max()), device=joined.device)  # (T,)
-    # (B, T), (B,)
-    return joined.gather(1, (first.unsqueeze(1) + columns).clamp_max(joined.shape[1] - 1)), lengths
+    joined_columns = (first + columns).clamp_max(joined.shape[1] - 1)  # (B, T)
+    return joined.gather(1, joined_columns), lengths
 
 
 def response_slots(rows: Rollout) -> Tensor:
-    """Column in `full_sequences` of each response token, (B, R) int64; in the padding that of the
-    row's last token. The logits at the column before predict the token."""
+    """Column in `full_sequences` of each response token, (B, R) int64; in the padding the column of
+    the row's last token. The logits at the column before predict the token."""
     columns = torch.arange(rows.response_ids.shape[1], device=rows.response_ids.device)  # (R,)
     prompt_lengths = rows.prompt_mask.sum(dim=1, keepdim=True)  # (B, 1)
     return torch.minimum(prompt_lengths + columns, row_lengths(rows).unsqueeze(1) - 1)
@@ -232,8 +232,8 @@ def chosen_columns(rows: Rollout, width: int, shift: int = 0) -> Tensor:
 
 def tensors_of(rows: Any) -> dict[str, Tensor]:
     """The fields of a record as name -> tensor, without those that are None."""
-    values = {f.name: getattr(rows, f.name) for f in fields(rows)}
-    return {name: value for name, value in values.items() if value is not None}
+    columns = {f.name: getattr(rows, f.name) for f in fields(rows)}
+    return {name: column for name, column in columns.items() if column is not None}
 
 
 def record_of(kind: type[Record], tensors: dict[str, Tensor]) -> Record:
@@ -244,23 +244,21 @@ def record_of(kind: type[Record], tensors: dict[str, Tensor]) -> Record:
 def select_rows(rows: Rows, index: Tensor) -> Rows:
     """The rows at `index` (n,) int64, without columns that are padding in all of them; at least one
     response column."""
-    chosen = {name: value[index] for name, value in tensors_of(rows).items()}
-    longest = [
-        torch.stack(
-            [chosen[name].sum(dim=1).amax() for name in PROMPT_MASKS if name in chosen]
-        ).amax()
-    ]
+    selected = {name: column[index] for name, column in tensors_of(rows).items()}
+    prompt_lengths = [selected[name].sum(dim=1).amax() for name in PROMPT_MASKS if name in selected]
+    longest = [torch.stack(prompt_lengths).amax()]
     if isinstance(rows, Rollout):
         longest.append(rows.response_lengths[index].amax())
-    lengths = torch.stack(longest).tolist()  # one wait for the device
-    # (n, P) -> (n, longest); `[:, -longest:]` would keep every column for 0
-    prompts = [name for name in LEFT_PADDED if name in chosen]
-    chosen |= {name: chosen[name][:, chosen[name].shape[1] - lengths[0] :] for name in prompts}
-    if len(lengths) > 1:
-        responses = [name for name in chosen if name not in (*LEFT_PADDED, *PER_ROW)]
-        # (n, R) -> (n, longest)
-        chosen |= {name: chosen[name][:, : max(1, lengths[1])] for name in responses}
-    return replace(rows, **chosen)
+    widths = torch.stack(longest).tolist()  # one wait for the device
+    prompt_width = widths[0]
+    response_width = max(1, widths[-1])  # of a `Rollout`
+    for name, column in selected.items():
+        if name in LEFT_PADDED:
+            # (n, P) -> (n, prompt_width); `[:, -prompt_width:]` would keep every column for 0
+            selected[name] = column[:, column.shape[1] - prompt_width :]
+        elif name not in PER_ROW:
+            selected[name] = column[:, :response_width]  # (n, R) -> (n, response_width)
+    return replace(rows, **selected)
 
 
 def pad_rows(rows: Rows, prompt_length: int, response_length: int) -> Rows:
@@ -278,22 +276,25 @@ def pad_rows(rows: Rows, prompt_length: int, response_length: int) -> Rows:
 
 def repeat_rows(rows: Rows, times: int) -> Rows:
     """(B, ...) -> (B * times, ...): each row `times` times in a row."""
+    columns = tensors_of(rows)
     return replace(
-        rows, **{name: v.repeat_interleave(times, dim=0) for name, v in tensors_of(rows).items()}
+        rows, **{name: column.repeat_interleave(times, dim=0) for name, column in columns.items()}
     )
 
 
-def concat_rows(parts: list[Rows]) -> Rows:
-    """The rows of all parts in order, padded to common lengths. A field must be None in all parts
-    or in none."""
-    prompt_length = max(part.prompt_ids.shape[1] for part in parts)
-    response_length = max(
-        part.response_ids.shape[1] if isinstance(part, Rollout) else 0 for part in parts
-    )
-    padded = [tensors_of(pad_rows(part, prompt_length, response_length)) for part in parts]
-    return replace(
-        parts[0], **{name: torch.cat([part[name] for part in padded]) for name in padded[0]}
-    )
+def concat_rows(batches: list[Rows]) -> Rows:
+    """The rows of all batches in order, padded to common lengths. A field must be None in all
+    batches or in none."""
+    prompt_length = max(batch.prompt_ids.shape[1] for batch in batches)
+    response_length = 0
+    for batch in batches:
+        if isinstance(batch, Rollout):
+            response_length = max(response_length, batch.response_ids.shape[1])
+    padded = [tensors_of(pad_rows(batch, prompt_length, response_length)) for batch in batches]
+    joined = {}
+    for name in padded[0]:
+        joined[name] = torch.cat([columns[name] for columns in padded])
+    return replace(batches[0], **joined)
 
 
 def to_device(record: Record, device: torch.device | str) -> Record:
@@ -330,18 +331,15 @@ class Engine(Model, Protocol):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None: ...
     # averages gradients over ranks; `scale_wrt_gas` divides by DeepSpeed's accumulation steps
     def backward(self, loss: Tensor, *, scale_wrt_gas: bool = True) -> Any: ...
-    def step(
-        self,
-    ) -> None: ...  # clips the gradients, updates the weights and advances the schedule
+    # clips the gradients, updates the weights and advances the schedule
+    def step(self) -> None: ...
     def was_step_applied(self) -> bool: ...  # whether the last `step` changed the weights
     def zero_grad(self) -> None: ...
     def fp16_enabled(self) -> bool: ...  # whether it trains in fp16 with a loss scale
     def get_lr(self) -> list[float]: ...  # of each parameter group
-    def get_global_grad_norm(
-        self,
-    ) -> Any: ...  # of the last step's gradients over all ranks, before clipping
+    # of the last step's gradients over all ranks, before clipping
+    def get_global_grad_norm(self) -> Any: ...
     def zero_optimization(self) -> bool: ...  # whether the ZeRO stage is 1 or above
     def zero_optimization_partition_weights(self) -> bool: ...  # whether it is 3
-    def get_data_types(
-        self,
-    ) -> tuple[torch.dtype, torch.dtype]: ...  # of the weights, and of accumulated gradients
+    # of the weights, and of accumulated gradients
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]: ...

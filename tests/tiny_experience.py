@@ -27,10 +27,10 @@ def record(kind, mask: torch.Tensor, **changes):
         "groups": torch.arange(rows),
     }
     absent = (
-        "entropies selected baselines data_sources numbers answer_scores episode_lengths"
+        "entropies selected baselines data_sources row_indices penalised_scores episode_lengths"
         " turn_rewards".split()
     )
-    absent += ["failed", "episodes", "left", "sampled_mask"]
+    absent += ["failed", "episode_ids", "left_group", "sampled_mask"]
     absent += ["teachers", "teacher_logprobs", "teacher_prompt_ids", "teacher_prompt_mask"]
     made |= dict.fromkeys(absent) | changes
     return kind(**{field.name: made[field.name] for field in fields(kind)})

@@ -278,7 +278,7 @@ class EpisodeRollouts:
             episode_lengths=rollout.response_lengths,
             turn_rewards=turn_rewards,
             failed=torch.tensor(failed, device=turn_rewards.device),
-            episodes=torch.tensor(list(episode_ids), device=turn_rewards.device),
+            episode_ids=torch.tensor(list(episode_ids), device=turn_rewards.device),
         )
 
     def _metrics_of(self, record: EpisodeRecord, chosen_ids: list[int]) -> dict[str, float]:

@@ -49,9 +49,9 @@ def kept_rows(rows: ScoredRollout) -> ScoredRollout:
     """The rows, where those without a score have left their group: their `response_mask` is empty,
     so they are in no baseline, mean, whitening or loss. They keep their length and `sampled_mask`,
     for samples. Without such rows, the same object."""
-    if rows.left is None or not rows.left.any():
+    if rows.left_group is None or not rows.left_group.any():
         return rows
-    mask = rows.response_mask & rows.kept.unsqueeze(1)  # (N, R)
+    mask = rows.response_mask & rows.has_score.unsqueeze(1)  # (N, R)
     numbers = {
         name: zero_outside(getattr(rows, name), mask)
         for name in _OF_TOKENS
@@ -114,7 +114,7 @@ class AdvantageComputation:
         mask = rows.response_mask
         self.before = self.state_dict()
         if flags.normalize_rewards == "running":
-            self.running.update(rows.scores[rows.kept])
+            self.running.update(rows.scores[rows.has_score])
         kl = torch.zeros_like(rows.rollout_logprobs) if rows.kl is None else rows.kl  # (N, R)
         self.used_kl_coef = self.kl_coef.value
         # (N,)
@@ -138,13 +138,12 @@ class AdvantageComputation:
             loss_mask = mask & rows.ended.unsqueeze(1)
         else:
             loss_mask = mask
-        numbers = torch.arange(len(mask), device=mask.device)
         return RewardedRollout(
             **vars(rows),
             rewards=rewards,
             loss_mask=loss_mask,
-            numbers=numbers,
-            answer_scores=scores,
+            row_indices=torch.arange(len(mask), device=mask.device),
+            penalised_scores=scores,
         )
 
     def advantages(self, rows: RewardedRollout, step: int) -> Experience:
@@ -155,7 +154,7 @@ class AdvantageComputation:
         micro-batches nor on ranks."""
         flags = self.flags
         mask = rows.response_mask
-        assert rows.answer_scores is not None
+        assert rows.penalised_scores is not None
         baselines = None if rows.baselines is None else self.scaled_and_clipped(rows.baselines)
         inputs = AdvantageInputs(
             rows.rewards,
@@ -171,7 +170,7 @@ class AdvantageComputation:
             source_weights=torch.tensor(
                 self.source_weights, dtype=torch.float64, device=mask.device
             ),
-            scores=rows.scores if flags.advantage_estimator == "gdpo" else rows.answer_scores,
+            scores=rows.scores if flags.advantage_estimator == "gdpo" else rows.penalised_scores,
         )
         with block("advantages"):
             if self.to_go_weight is not None and flags.advantage_estimator in _OF_WHOLE_ROWS:
@@ -222,7 +221,7 @@ class AdvantageComputation:
             mean_kl = masked_sum(
                 kl_k1(rows.policy_logprobs, rows.ref_logprobs), mask
             ) / mask.sum().clamp_min(1)
-            self.kl_coef.update(float(mean_kl), int(rows.kept.sum()))
+            self.kl_coef.update(float(mean_kl), int(rows.has_score.sum()))
         return Experience(
             **vars(rows),
             advantages=advantages,
@@ -235,7 +234,7 @@ class AdvantageComputation:
         """(N, R) fp32, the part of the scores that is received at the ends of turns."""
         assert self.to_go_weight is not None and rows.turn_rewards is not None
         at_turns = self.scaled(self.to_go_weight * rows.turn_rewards)
-        return zero_outside(at_turns, rows.kept.unsqueeze(1).expand_as(at_turns))
+        return zero_outside(at_turns, rows.has_score.unsqueeze(1).expand_as(at_turns))
 
     def undo(self) -> None:
         """Restore the state before the last `with_rewards`."""

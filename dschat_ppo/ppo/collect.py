@@ -64,10 +64,12 @@ class PendingScores:
         scores = self.pending()
         if self.greedy is None:
             return scores
-        left = scores.left
-        if left is not None and self.greedy.left is not None:
-            left = left | self.greedy.left  # without a baseline, all responses leave
-        return replace(scores, baselines=self.greedy.total, left=left)
+        left_group = scores.left_group
+        if left_group is not None and self.greedy.left_group is not None:
+            left_group = (
+                left_group | self.greedy.left_group
+            )  # without a baseline, all responses leave
+        return replace(scores, baselines=self.greedy.total, left_group=left_group)
 
 
 @dataclass(eq=False)
@@ -194,13 +196,13 @@ class ExperienceCollection:
         with self.clock.phase("reward"):
             request = self.requests.request(rollout, prompts.rows, step - 1)
             scores = self.requests.mixture(request, rollout)
-        left = scores.left
-        if left is not None:
-            left = left.repeat_interleave(self.plan.samples)
+        left_group = scores.left_group
+        if left_group is not None:
+            left_group = left_group.repeat_interleave(self.plan.samples)
         return Scores(
             scores.total.repeat_interleave(self.plan.samples),
             scores.by_source.repeat_interleave(self.plan.samples, dim=0),
-            left=left,
+            left_group=left_group,
         )
 
     def forward_passes(
@@ -233,7 +235,7 @@ class ExperienceCollection:
             source_scores=scores.by_source,
             scores=scores.total,
             baselines=scores.baselines,
-            left=scores.left,
+            left_group=scores.left_group,
         )
 
     def _teachers(self, prompts: Prompts) -> Tensor | None:
@@ -270,9 +272,9 @@ class ExperienceCollection:
         or after the last round, and prints their answers if asked to. Collective."""
         self._round += 1
         self._responses += len(rows.groups)
-        self._left += int((~rows.kept).sum())
+        self._left += int((~rows.has_score).sum())
         if isinstance(self.stream, OwnSampler):
-            self.stream.update(rows.groups[rows.kept], rows.scores[rows.kept])
+            self.stream.update(rows.groups[rows.has_score], rows.scores[rows.has_score])
         if self.pool is not None:
             self.pool.add(rows)
             if self.pool.missing and self._round < self.config.algorithm.dynamic_sampling_rounds:

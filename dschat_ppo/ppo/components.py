@@ -220,7 +220,7 @@ class PPOComponents:
     def is_unscored(self, rows: ScoredRollout, step: int) -> bool:
         """Whether no row of a PPO step has a score; then the step has no updates. `UserError` at
         the third such step in a row."""
-        unscored = not bool(rows.kept.any())
+        unscored = not bool(rows.has_score.any())
         self.nonfinite.count_unscored(unscored, step)
         if unscored:
             self.state.begin_updates(None, dict(self.collection.metrics))
@@ -232,7 +232,7 @@ class PPOComponents:
         (`NonFiniteError`), and nothing adapts to its rows. Collective in that case."""
         counted = experience  # the rows that have not left their groups
         if experience.sampled_mask is not None:
-            counted = select_rows(experience, experience.kept.nonzero().squeeze(1))
+            counted = select_rows(experience, experience.has_score.nonzero().squeeze(1))
         if self.nonfinite.is_finite(counted, step):
             metrics = self._experience_metrics(counted, len(experience.scores))
             self.state.begin_updates(experience, metrics)

@@ -54,7 +54,7 @@ class GroupPool:
 
     def add(self, rows: ScoredRollout) -> None:
         """Sort the rows of a round (whole groups) into accepted and dropped ones."""
-        scored = rows.kept  # (N,) bool; a group is judged by these answers, and stays whole
+        scored = rows.has_score  # (N,) bool; a group is judged by these answers, and stays whole
         scores, groups = rows.scores[scored], rows.groups[scored]  # (n,) each
         differ = groups_that_differ(self.scale_and_clip(scores), groups)  # (n,) bool
         for weight, column in zip(self.source_weights, rows.source_scores.T, strict=False):

@@ -80,7 +80,7 @@ class MiniDataset:
             order = order.to(rows.response_ids.device)
             for row_indices in order.split(self.rows_per_update):
                 update_rows = select_rows(rows, row_indices)
-                if update_rows.kept.any():
+                if update_rows.has_score.any():
                     yield self._minibatch(update_rows)
 
     def _minibatch(self, rows: Rewarded) -> MiniBatch[Rewarded]:
@@ -110,7 +110,7 @@ class MiniDataset:
         counts = torch.stack([loss_tokens.sum(), (loss_tokens > 0).sum(), rows.response_mask.sum()])
         at_least_one = [max(1.0, float(count)) for count in counts.tolist()]
         policy_tokens, policy_rows, value_tokens = at_least_one
-        longest_possible = float(rows.kept.sum() * self.max_length)
+        longest_possible = float(rows.has_score.sum() * self.max_length)
         return MiniBatch(
             micro_batches,
             Denominators(policy_tokens, policy_rows, constant=longest_possible),

@@ -208,9 +208,9 @@ def made_up_rows() -> Experience:
         "source_scores": scores.unsqueeze(1),
         "scores": scores,
         "baselines": scores,
-        "answer_scores": scores,
+        "penalised_scores": scores,
         "groups": torch.tensor([0, 0, 1, 1]),
-        "numbers": torch.arange(_B),
+        "row_indices": torch.arange(_B),
         "loss_weights": mask.float(),
     }
     return Experience(**made, selected=None)

@@ -61,8 +61,10 @@ class RewardRequests:
         data: list[dict[str, Any]] = [json.loads(self.prompts[index]["row"]) for index in indices]
         rows = [row for row in data for _ in range(samples)]
         messages = list[list[Message] | None]()
-        if self.episodes is not None and rollout.episodes is not None:
-            messages = [self.episodes.messages.get(number) for number in rollout.episodes.tolist()]
+        if self.episodes is not None and rollout.episode_ids is not None:
+            messages = [
+                self.episodes.messages.get(number) for number in rollout.episode_ids.tolist()
+            ]
 
         def decode() -> tuple[list[str], list[ResponseText]]:
             ids, mask, bos = rollout.prompt_ids, rollout.prompt_mask, self.tokenizer.bos_token_id

@@ -52,7 +52,7 @@ class RecordedTokens:
         _, any_tokens = next(iter(self._micro_batches.values()))
         all_tokens = torch.zeros(rows.response_mask.shape, device=any_tokens.device)
         for micro_batch, tokens in self._micro_batches.values():
-            row_indices = micro_batch.numbers
+            row_indices = micro_batch.row_indices
             assert row_indices is not None
             columns = slice(tokens.shape[1])
             # a micro-batch that fills up this rank's share repeats a row, with no token in its mask

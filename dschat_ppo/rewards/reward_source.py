@@ -167,7 +167,7 @@ class Scores:
     # "SOURCE/NAME" -> (B,) fp64 on the CPU, other numbers that functions returned; NaN where they
     # returned none
     numbers: dict[str, Tensor] = field(default_factory=dict)
-    left: Tensor | None = None  # (B,) bool, the rows without a score; None: there are none
+    left_group: Tensor | None = None  # (B,) bool, the rows without a score; None: there are none
 
 
 def _in_thread(call: Callable[[], Tensor]) -> Future[Tensor]:
@@ -242,12 +242,14 @@ class RewardMixture:
         self, request: RewardRequest, rollout: Rollout, calls: Mapping[str, Callable[[], Tensor]]
     ) -> Scores:
         device = rollout.response_ids.device
-        left = torch.zeros(len(request), dtype=torch.bool, device=device)
+        left_group = torch.zeros(len(request), dtype=torch.bool, device=device)
         if rollout.failed is not None and self.default is None:
-            left = rollout.failed.clone()
+            left_group = rollout.failed.clone()
         if not self.sources:  # distillation alone
             no_scores = torch.zeros(len(request), 0, device=device)
-            return Scores(torch.zeros(len(request), device=device), no_scores, left=left)
+            return Scores(
+                torch.zeros(len(request), device=device), no_scores, left_group=left_group
+            )
         problem = None
         results = dict[str, Tensor]()
         for name, call in calls.items():
@@ -258,7 +260,7 @@ class RewardMixture:
         raise_on_any_rank(problem)
         columns: list[Tensor] = []  # (B,) fp32 each; NaN where the source gives no score
         weighted = [torch.zeros(len(request), device=device)]
-        scored = torch.zeros_like(left)  # by a source with a weight, if one has any
+        scored = torch.zeros_like(left_group)  # by a source with a weight, if one has any
         metrics: dict[str, Tensor] = {}  # "SOURCE/NAME" -> (B,)
         any_weight = any(weight != 0 for _, weight in self.sources)
         for name, (source, weight) in zip(self.names, self.sources, strict=True):
@@ -268,7 +270,7 @@ class RewardMixture:
                 if self.default is not None:
                     column = column.masked_fill(failed, self.default)
                 elif weight != 0:
-                    left |= failed
+                    left_group |= failed
                 has_score = ~column.isnan()  # (B,) bool
                 metrics |= {f"{name}/{key}": values for key, values in source.numbers.items()}
             else:
@@ -280,14 +282,14 @@ class RewardMixture:
                 weighted.append((weight * column).where(has_score, 0.0))
             if weight != 0 or not any_weight:
                 scored |= has_score
-        self._count_unscored(request, ~(scored | left))
+        self._count_unscored(request, ~(scored | left_group))
         total = torch.stack(weighted[1:] or weighted).sum(dim=0)
         if self.default is None:
-            left |= ~scored
-            total = total.masked_fill(left, torch.nan)
+            left_group |= ~scored
+            total = total.masked_fill(left_group, torch.nan)
         else:
             total = total.where(scored, self.default)
-        return Scores(total, torch.stack(columns, dim=1), numbers=metrics, left=left)
+        return Scores(total, torch.stack(columns, dim=1), numbers=metrics, left_group=left_group)
 
     def _count_unscored(self, request: RewardRequest, unscored: Tensor) -> None:
         """Count the responses that no source scored, (B,) bool, and warn of them."""

@@ -92,7 +92,7 @@ def test_scores_are_clipped_then_penalised(flags, scores):
     found = computation(**flags)(rows, step=1)
     np.testing.assert_allclose(found.rewards.numpy(), rewards_by_loop(rows, scores, 0.1), atol=1e-6)
     assert torch.equal(found.scores, rows.scores)
-    torch.testing.assert_close(found.answer_scores, torch.tensor(scores))
+    torch.testing.assert_close(found.penalised_scores, torch.tensor(scores))
 
 
 def test_gae_whitened_over_all_tokens():
@@ -350,7 +350,7 @@ def groups_of_four(scores, baselines=None) -> ScoredRollout:
         mask,
         scores=flat,
         source_scores=torch.stack([flat, flat**2], dim=1),
-        left=flat.isnan(),
+        left_group=flat.isnan(),
         groups=torch.arange(rows) // 4,
         old_logprobs=log_probs,
         rollout_logprobs=log_probs,
@@ -401,17 +401,17 @@ def test_rows_that_stay_train_as_in_a_run_without_the_others(flags):
         return experience, loss, table.grad, state
 
     rows = replace(rows, response_ids=torch.arange(12).unsqueeze(1).expand(12, 3).clone())
-    kept = rows.kept.nonzero().squeeze(1)
+    kept = rows.has_score.nonzero().squeeze(1)
     found, loss, gradient, state = trained(rows)
     expected, true_loss, true_gradient, true_state = trained(
-        replace(select_rows(rows, kept), left=None)
+        replace(select_rows(rows, kept), left_group=None)
     )
     torch.testing.assert_close(found.advantages[kept], expected.advantages, rtol=0, atol=1e-7)
     torch.testing.assert_close(found.returns[kept], expected.returns, rtol=0, atol=1e-7)
-    assert not found.advantages[~rows.kept].any() and not found.rewards[~rows.kept].any()
+    assert not found.advantages[~rows.has_score].any() and not found.rewards[~rows.has_score].any()
     torch.testing.assert_close(loss, true_loss)
     torch.testing.assert_close(gradient, true_gradient)
-    assert not gradient[~rows.kept].any() and state == true_state
+    assert not gradient[~rows.has_score].any() and state == true_state
 
 
 def test_advantages_of_groups_with_missing_scores_by_hand():

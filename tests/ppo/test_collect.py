@@ -463,13 +463,13 @@ def test_dynamic_sampling_judges_a_group_by_its_scored_answers_and_keeps_it_whol
         mask,
         scores=total,
         source_scores=total.unsqueeze(1),
-        left=total.isnan(),
+        left_group=total.isnan(),
         groups=torch.arange(4).repeat_interleave(4),
     )
     pool = GroupPool(4, clipped)
     pool.add(rows)
     assert pool.accepted[0].groups.tolist() == [0] * 4 and pool.kept_share == 1 / 4
-    assert pool.accepted[0].left.tolist() == [False, True, False, False]
+    assert pool.accepted[0].left_group.tolist() == [False, True, False, False]
     ranged = GroupPool(4, clipped, score_range=(0.3, 0.35))  # 1 / 3, not 1 / 4
     ranged.add(rows)
     assert ranged.kept == 4
@@ -484,12 +484,12 @@ def test_remax_leaves_a_prompt_whose_greedy_answer_has_no_score():
             left[1] = True
             if is_greedy:
                 left = scores.total == 10.0 * request.indices[2]
-            return replace(scores, left=left, total=scores.total.masked_fill(left, torch.nan))
+            return replace(scores, left_group=left, total=scores.total.masked_fill(left, torch.nan))
 
     collection = collection_of("--advantage_estimator remax")
     collection.requests = Scorer()
     rows = collect(collection)
-    assert rows.left.tolist() == [False, True, False, False, True, True, False, False]
+    assert rows.left_group.tolist() == [False, True, False, False, True, True, False, False]
     assert collection.metrics["rollout/left_share"] == 3 / 8
 
 

@@ -350,7 +350,7 @@ def test_a_run_in_which_answers_leave_is_resumed_exactly(assets, tmp_path):
         elif name == "before":
             with pytest.raises(StopRequested):
                 run.run(checkpointer)
-            assert 0 < int(run.ppo.state.experience.left.sum()) < 8
+            assert 0 < int(run.ppo.state.experience.left_group.sum()) < 8
             run.save(tmp_path / "saved")
         else:
             length = (tmp_path / "run/metrics.jsonl").stat().st_size

@@ -184,7 +184,7 @@ def test_rows_that_left_are_in_no_denominator_and_alone_make_no_update():
     mask = rows.response_mask & ~left.unsqueeze(1)
     gone = replace(
         rows,
-        left=left,
+        left_group=left,
         response_mask=mask,
         loss_mask=rows.loss_mask & mask,
         episode_lengths=rows.response_lengths,
@@ -200,7 +200,7 @@ def test_rows_that_left_are_in_no_denominator_and_alone_make_no_update():
 def test_numbers_of_the_parts_of_two_ranks_add_up(monkeypatch):
     """Rows of 2 to 8 tokens: one share has fewer micro-batches, and a row that fills it up counts
     nothing."""
-    rows, parts, filled = replace(experience(range(8)), numbers=torch.arange(8)), [], 0
+    rows, parts, filled = replace(experience(range(8)), row_indices=torch.arange(8)), [], 0
     monkeypatch.setattr(dist, "world_size", lambda: 2)
     for rank in (0, 1):
         monkeypatch.setattr(dist, "rank", lambda rank=rank: rank)

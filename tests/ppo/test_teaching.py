@@ -141,7 +141,7 @@ def test_the_kl_of_each_token_is_subtracted_from_its_advantage():
         RewardedRollout,
         mask,
         scores=torch.tensor([1.0, -1.0, 0.0]),
-        answer_scores=torch.tensor([1.0, -1.0, 0.0]),
+        penalised_scores=torch.tensor([1.0, -1.0, 0.0]),
         rewards=torch.tensor([[0.0, 1.0], [0.0, -1.0], [0.0, 0.0]]),
         old_logprobs=torch.full((3, 2), -1.0),
         teacher_logprobs=torch.tensor([[-1.0, -3.0], [-0.5, -1.0], [-9.0, -9.0]]),

@@ -233,7 +233,7 @@ def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_that_of_the_log
         token_losses, "response_logprobs", lambda *_, **__: ResponseLogprobs(logprobs, ENTROPIES)
     )
     rows, sums, recorded = (
-        rows_of(old_logprobs=None, numbers=torch.arange(2)),
+        rows_of(old_logprobs=None, row_indices=torch.arange(2)),
         MetricSums(),
         RecordedTokens(),
     )
@@ -267,8 +267,12 @@ def test_without_old_values_the_targets_follow_from_those_of_the_pass(monkeypatc
     monkeypatch.setattr(token_losses, "response_values", lambda critic, rows: values)
     whole = vars(rows_of(rewards=torch.tensor([[0.0, 0.0, 1.0], [0.0, 2.0, 50.0]]), values=None))
     rows = RewardedRollout(
-        **{name: whole[name] for name in RewardedRollout.__dataclass_fields__ if name != "numbers"},
-        numbers=torch.arange(2),
+        **{
+            name: whole[name]
+            for name in RewardedRollout.__dataclass_fields__
+            if name != "row_indices"
+        },
+        row_indices=torch.arange(2),
     )
     flags = AlgorithmFlags(gamma=0.5, gae_lambda=0.5, value_clip_eps=clip_eps)
     sums, recorded = MetricSums(), RecordedTokens()

@@ -91,12 +91,14 @@ def test_functions_without_a_learned_reward():
     # "yes" is no program that runs; the second test of "x = 1" divides by 0; no answer here is a
     # number, so numeric_match fails on both
     assert mixed.by_source[:, :2].tolist() == [[1, 0], [0, 0.5]]
-    assert mixed.by_source[:, 2].isnan().all() and mixed.total.isnan().all() and mixed.left.all()
+    assert (
+        mixed.by_source[:, 2].isnan().all() and mixed.total.isnan().all() and mixed.left_group.all()
+    )
     assert mixture.count_failed_rows(refuse_all=False) == FailedRows(faults=2)
     mixture.default = 0.0
     mixed = mixture(REQUEST, ROLLOUT)
     assert mixed.by_source.tolist() == [[1, 0, 0], [0, 0.5, 0]]
-    assert mixed.total.tolist() == [2, 0.5] and not mixed.left.any()
+    assert mixed.total.tolist() == [2, 0.5] and not mixed.left_group.any()
     mixture.close()
 
 
@@ -464,7 +466,7 @@ def test_a_failure_of_a_source_with_a_weight_costs_the_score(sources, total, lef
     ]
     mixed = RewardMixture(functions)(THREE, THREE_ROWS)
     assert mixed.total.tolist() == pytest.approx(total, nan_ok=True)
-    assert mixed.left.nonzero().flatten().tolist() == left
+    assert mixed.left_group.nonzero().flatten().tolist() == left
 
 
 def test_rows_whose_environment_failed_leave_unless_they_have_a_default(monkeypatch):
@@ -472,10 +474,10 @@ def test_rows_whose_environment_failed_leave_unless_they_have_a_default(monkeypa
     monkeypatch.setattr(Fixed, "__call__", lambda self, request, rollout: torch.ones(3))
     for default, left in ((None, [1]), (0.0, [])):
         mixed = RewardMixture([(Fixed("environment", [1, 1, 1]), 1.0)], default)(THREE, rollout)
-        assert mixed.left.nonzero().flatten().tolist() == left
+        assert mixed.left_group.nonzero().flatten().tolist() == left
         assert mixed.total.isnan().nonzero().flatten().tolist() == left
     alone = RewardMixture([])(THREE, rollout)  # distillation alone
-    assert alone.left.tolist() == [False, True, False]
+    assert alone.left_group.tolist() == [False, True, False]
 
 
 def test_a_nan_of_another_source_is_no_absence_but_a_fault():
