@@ -4,7 +4,7 @@ loss."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,89 +38,84 @@ from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.types import Experience, RewardedRollout, ScoredRollout
 
 CLIP_COV_BOUNDS = (1.0, 5.0)  # covariances that clip_cov acts on (Cui et al. 2025)
-# the others follow the rewards of tokens
+# estimators whose advantage is one number for all tokens of a row, but for `by_turn`; the others
+# follow the rewards of tokens
 _OF_WHOLE_ROWS = set(ESTIMATORS) - {"gae", "reinforce_plus_plus"}
-# (N, R) numbers that scoring gives
+# columns (N, R) that scoring adds
 _OF_TOKENS = ("old_logprobs", "entropies", "ref_logprobs", "kl", "values", "teacher_logprobs")
 SELECTION = 3  # separates the random stream of `selected` from others of the same seed and step
 
 
-def kept_rows(rows: ScoredRollout) -> ScoredRollout:
-    """The rows, where those without a score have left their group: their `response_mask` is empty,
-    so they are in no baseline, mean, whitening or loss. They keep their length and `sampled_mask`,
-    for samples. Without such rows, the same object."""
+def empty_rows_without_score(rows: ScoredRollout) -> ScoredRollout:
+    """The rows, with an empty `response_mask` where a row without a score has left its group: so it
+    is in no baseline, mean, whitening or loss. It keeps its length and `sampled_mask`, for samples.
+    If no row has left, the same object."""
     if rows.left_group is None or not rows.left_group.any():
         return rows
     mask = rows.response_mask & rows.has_score.unsqueeze(1)  # (N, R)
-    numbers = {
-        name: zero_outside(getattr(rows, name), mask)
-        for name in _OF_TOKENS
-        if getattr(rows, name) is not None
-    }
+    masked_columns = {}
+    for name in _OF_TOKENS:
+        column = getattr(rows, name)
+        if column is not None:
+            masked_columns[name] = zero_outside(column, mask)
     return replace(
         rows,
         response_mask=mask,
         sampled_mask=rows.response_mask,
         episode_lengths=rows.response_lengths,
-        **numbers,
+        **masked_columns,
     )
 
 
+@dataclass(eq=False)
 class AdvantageComputation:
     """Computes the experience of a PPO step from the scored rows of all ranks: `with_rewards`,
-    then, with the values known, the advantages. Every rank holds the same state. The policy does
-    not move in the first `warmup_rollouts` PPO steps. `score_clip` 0: scores are not clipped. With
-    `to_go_weight`, that of the environment's rewards, each of these is received at the end of its
-    turn, and the rest of the score at the last token. `distill_coef`: weight of the KL to the
-    teacher at each token, a reward that is received there and whose discount is 0.
-    `source_weights`: of the reward sources, in the order of `source_scores`."""
+    then, with the values known, `advantages`. Every rank holds the same state: the KL coefficient
+    and the running scale of the scores, which adapt."""
 
-    def __init__(
-        self,
-        flags: AlgorithmFlags,
-        max_length: int,
-        seed: int,
-        score_clip: float,
-        warmup_rollouts: int = 0,
-        to_go_weight: float | None = None,
-        distill_coef: float = 0.0,
-        source_weights: Sequence[float] = (),
-    ):
-        self.flags = flags
-        self.distill_coef = distill_coef
-        self.source_weights = list(source_weights)
+    flags: AlgorithmFlags
+    max_length: int  # longest response in tokens
+    seed: int
+    score_clip: float  # 0: scores are not clipped
+    warmup_rollouts: int = 0  # first PPO steps, in which the policy does not move
+    # weight of the environment's rewards, if each is received at the end of its turn, and the rest
+    # of the score at the last token; None: all of the score at the last token
+    to_go_weight: float | None = None
+    # weight of the KL to the teacher at each token: a reward received there, with discount 0
+    distill_coef: float = 0.0
+    source_weights: Sequence[float] = ()  # of the reward sources, in the order of `source_scores`
+
+    def __post_init__(self) -> None:
+        flags = self.flags
         self.estimate = function_named(
             "--advantage_estimator", flags.advantage_estimator, ESTIMATORS
         )
-        self.score_clip = score_clip
-        self.to_go_weight = to_go_weight
-        self.warmup_rollouts = warmup_rollouts
-        self.max_length = max_length
-        self.seed = seed
         self.kl_coef: AdaptiveKL | FixedCoefficient = FixedCoefficient(flags.kl_reward_coef)
         if flags.kl_target is not None:
             self.kl_coef = AdaptiveKL(flags.kl_reward_coef, flags.kl_target, flags.kl_horizon)
-        self.running = RunningScale()
-        # in the last experience, before the coefficient adapted to it
+        # of the last experience: the coefficient before it adapted
         self.used_kl_coef = self.kl_coef.value
-        self.before = self.state_dict()  # before the last rows
+        self.running = RunningScale()
+        self.state_before = self.state_dict()  # before the last `with_rewards`
 
     def with_rewards(self, rows: ScoredRollout) -> RewardedRollout:
-        """The score of each answer on its last token minus the KL penalty at each token; the mask
-        of the policy loss. Rows without a score leave, and the running scale adapts to the scores
-        of the others, first."""
-        rows = kept_rows(rows)
+        """The N rows with the reward of each token, and with the mask of the policy loss.
+
+        The reward of a token is minus its KL penalty; on the last token of a response, plus its
+        score. First rows without a score leave, and the running scale adapts to the scores of the
+        others.
+        """
+        rows = empty_rows_without_score(rows)
         flags = self.flags
         mask = rows.response_mask
-        self.before = self.state_dict()
+        self.state_before = self.state_dict()
         if flags.normalize_rewards == "running":
             self.running.update(rows.scores[rows.has_score])
-        kl = torch.zeros_like(rows.rollout_logprobs) if rows.kl is None else rows.kl  # (N, R)
         self.used_kl_coef = self.kl_coef.value
+
         # (N,)
-        scores = self.scaled_and_clipped(rows.scores) + missing_eos(
-            rows.ended, flags.missing_eos_penalty
-        )
+        scores = self.scaled_and_clipped(rows.scores)
+        scores = scores + missing_eos(rows.ended, flags.missing_eos_penalty)
         if flags.overlong_buffer:
             scores = scores + overlong_penalty(
                 rows.response_lengths,
@@ -128,16 +123,19 @@ class AdvantageComputation:
                 flags.overlong_buffer,
                 flags.overlong_penalty,
             )
+
+        kl = rows.kl  # (N, R)
+        if kl is None:
+            kl = torch.zeros_like(rows.rollout_logprobs)
         if self.to_go_weight is None:
             rewards = token_rewards(scores, kl, mask, self.used_kl_coef)  # (N, R)
         else:
-            at_turns = self._at_turns(rows)
-            at_the_end = (scores.double() - at_turns.double().sum(dim=1)).float()  # (N,)
-            rewards = token_rewards(at_the_end, kl, mask, self.used_kl_coef) + at_turns
+            turn_rewards = self._scaled_turn_rewards(rows)
+            last_rewards = (scores.double() - turn_rewards.double().sum(dim=1)).float()  # (N,)
+            rewards = token_rewards(last_rewards, kl, mask, self.used_kl_coef) + turn_rewards
+        loss_mask = mask
         if flags.mask_truncated_answers:
             loss_mask = mask & rows.ended.unsqueeze(1)
-        else:
-            loss_mask = mask
         return RewardedRollout(
             **vars(rows),
             rewards=rewards,
@@ -147,54 +145,77 @@ class AdvantageComputation:
         )
 
     def advantages(self, rows: RewardedRollout, step: int) -> Experience:
-        """Advantages, factors of the token losses and selected tokens of N rows; then adapts the KL
-        coefficient for the next step. The rewards, and what a group compares, include the KL
-        penalty. The tokens of the covariance losses are chosen among all tokens of the PPO step, by
-        the log-probs of the policy that sampled them, so the choice depends neither on
-        micro-batches nor on ranks."""
-        flags = self.flags
+        """Advantages, returns, weights of the token losses and selected tokens of N rows; then
+        adapts the KL coefficient for the next step. The rewards, and what a group compares, include
+        the KL penalty."""
         mask = rows.response_mask
+        with block("advantages"):
+            advantages, returns = self._estimated(rows)  # (N, R) each
+            if self.flags.whitens:
+                advantages = masked_whiten(advantages, mask)
+            # (Lu and Thinking Machines Lab 2025, "On-policy distillation")
+            if rows.teacher_logprobs is not None:
+                kl = torch.where(mask, kl_k1(rows.policy_logprobs, rows.teacher_logprobs), 0.0)
+                has_teacher = torch.ones_like(mask[:, :1])  # (N, 1)
+                if rows.teachers is not None:
+                    has_teacher = (rows.teachers >= 0).unsqueeze(1)
+                advantages = advantages - self.distill_coef * kl * has_teacher
+        experience = Experience(
+            **vars(rows),
+            advantages=advantages,
+            returns=returns,
+            loss_weights=self._loss_weights(rows),
+            selected=self._selected_tokens(rows, advantages, step),
+        )
+        if step > self.warmup_rollouts and rows.ref_logprobs is not None:
+            kl = kl_k1(rows.policy_logprobs, rows.ref_logprobs)
+            mean_kl = masked_sum(kl, mask) / mask.sum().clamp_min(1)
+            self.kl_coef.update(float(mean_kl), int(rows.has_score.sum()))
+        return experience
+
+    def _estimated(self, rows: RewardedRollout) -> tuple[Tensor, Tensor]:
+        """Advantages and returns by `--advantage_estimator`, (N, R) each."""
+        flags = self.flags
+        baselines = None
+        if rows.baselines is not None:
+            baselines = self.scaled_and_clipped(rows.baselines)
         assert rows.penalised_scores is not None
-        baselines = None if rows.baselines is None else self.scaled_and_clipped(rows.baselines)
+        scores = rows.penalised_scores
+        if flags.advantage_estimator == "gdpo":
+            scores = rows.scores
         inputs = AdvantageInputs(
             rows.rewards,
             rows.values,
-            mask,
+            rows.response_mask,
             rows.groups,
             baselines,
             flags.gamma,
             flags.gae_lambda,
             flags.normalize_group_std,
             flags.group_std == "batch",
+            scores=scores,
             source_scores=rows.source_scores,
             source_weights=torch.tensor(
-                self.source_weights, dtype=torch.float64, device=mask.device
+                self.source_weights, dtype=torch.float64, device=scores.device
             ),
-            scores=rows.scores if flags.advantage_estimator == "gdpo" else rows.penalised_scores,
         )
-        with block("advantages"):
-            if self.to_go_weight is not None and flags.advantage_estimator in _OF_WHOLE_ROWS:
-                # (N, R) each
-                advantages, returns = by_turn(self.estimate, inputs, self._at_turns(rows))
-            else:
-                advantages, returns = self.estimate(inputs)
-            if flags.whitens:
-                advantages = masked_whiten(advantages, mask)
-            # (Lu and Thinking Machines Lab 2025, "On-policy distillation")
-            if rows.teacher_logprobs is not None:
-                kl = torch.where(mask, kl_k1(rows.policy_logprobs, rows.teacher_logprobs), 0.0)
-                if rows.teachers is None:
-                    taught = torch.ones_like(mask[:, :1])
-                else:
-                    taught = (rows.teachers >= 0).unsqueeze(1)
-                advantages = advantages - self.distill_coef * kl * taught
-        weights = mask.float()  # (N, R)
+        if self.to_go_weight is not None and flags.advantage_estimator in _OF_WHOLE_ROWS:
+            return by_turn(self.estimate, inputs, self._scaled_turn_rewards(rows))
+        advantages, returns = self.estimate(inputs)
+        return advantages, returns
+
+    def _loss_weights(self, rows: RewardedRollout) -> Tensor:
+        """The weight of each token in the policy loss, (N, R) fp32: 1 on response tokens, times the
+        importance weight (`--importance_correction`), and 0 where the entropy is too low
+        (`--high_entropy_share`)."""
+        flags = self.flags
+        weights = rows.response_mask.float()
         if flags.importance_correction != "none":
             assert rows.old_logprobs is not None
             weights = weights * importance_weights(
                 rows.old_logprobs,
                 rows.rollout_logprobs,
-                mask,
+                rows.response_mask,
                 flags.importance_correction,
                 flags.importance_mode,
                 flags.importance_cap,
@@ -205,40 +226,37 @@ class AdvantageComputation:
             weights = weights * high_entropy_tokens(
                 rows.entropies, rows.loss_mask, flags.high_entropy_share
             )
-        selected = None  # (N, R) bool
-        if flags.selects_tokens:
-            assert rows.old_logprobs is not None
-            covariances = token_covariances(advantages, rows.old_logprobs, rows.loss_mask)
-            if flags.policy_loss == "kl_cov":
-                selected = kl_cov_tokens(covariances, rows.loss_mask, flags.covariance_share)
-            else:
-                generator = shared_generator(self.seed, step, 0, SELECTION)
-                share = flags.covariance_share
-                selected = clip_cov_tokens(
-                    covariances, rows.loss_mask, share, *CLIP_COV_BOUNDS, generator
-                )
-        if step > self.warmup_rollouts and rows.ref_logprobs is not None:
-            mean_kl = masked_sum(
-                kl_k1(rows.policy_logprobs, rows.ref_logprobs), mask
-            ) / mask.sum().clamp_min(1)
-            self.kl_coef.update(float(mean_kl), int(rows.has_score.sum()))
-        return Experience(
-            **vars(rows),
-            advantages=advantages,
-            returns=returns,
-            loss_weights=weights,
-            selected=selected,
-        )
+        return weights
 
-    def _at_turns(self, rows: ScoredRollout) -> Tensor:
-        """(N, R) fp32, the part of the scores that is received at the ends of turns."""
+    def _selected_tokens(
+        self, rows: RewardedRollout, advantages: Tensor, step: int
+    ) -> Tensor | None:
+        """The tokens that the covariance losses act on, (N, R) bool; None with other losses.
+
+        They are chosen among all tokens of the PPO step, by the log-probs of the policy that
+        sampled them, so the choice depends neither on micro-batches nor on ranks.
+        """
+        flags = self.flags
+        if not flags.selects_tokens:
+            return None
+        assert rows.old_logprobs is not None
+        mask = rows.loss_mask
+        covariances = token_covariances(advantages, rows.old_logprobs, mask)
+        share = flags.covariance_share
+        if flags.policy_loss == "kl_cov":
+            return kl_cov_tokens(covariances, mask, share)
+        generator = shared_generator(self.seed, step, 0, SELECTION)
+        return clip_cov_tokens(covariances, mask, share, *CLIP_COV_BOUNDS, generator)
+
+    def _scaled_turn_rewards(self, rows: ScoredRollout) -> Tensor:
+        """The part of the scores that is received at the ends of turns, (N, R) fp32."""
         assert self.to_go_weight is not None and rows.turn_rewards is not None
-        at_turns = self.scaled(self.to_go_weight * rows.turn_rewards)
-        return zero_outside(at_turns, rows.has_score.unsqueeze(1).expand_as(at_turns))
+        turn_rewards = self.scaled(self.to_go_weight * rows.turn_rewards)
+        return zero_outside(turn_rewards, rows.has_score.unsqueeze(1).expand_as(turn_rewards))
 
     def undo(self) -> None:
         """Restore the state before the last `with_rewards`."""
-        self.load_state_dict(self.before)
+        self.load_state_dict(self.state_before)
 
     def scaled_and_clipped(self, scores: Tensor) -> Tensor:
         """Scores after scaling and clipping, (N,) fp32."""
@@ -252,10 +270,9 @@ class AdvantageComputation:
 
     def state_dict(self) -> dict[str, Any]:
         """The adapted KL coefficient and the running scale."""
+        running: dict[str, Any] = {}
         if self.flags.normalize_rewards == "running":
             running = self.running.state_dict()
-        else:
-            running = {}
         return {"kl_coef": self.kl_coef.state_dict(), "running": running}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from tiny_experience import record
 from dschat_ppo.algorithms.advantage_estimators import ESTIMATORS
 from dschat_ppo.algorithms.aggregation import aggregate
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
-from dschat_ppo.ppo.advantages import AdvantageComputation, kept_rows
+from dschat_ppo.ppo.advantages import AdvantageComputation, empty_rows_without_score
 from dschat_ppo.ppo.mini_dataset import MiniDataset
 from dschat_ppo.types import FinishReason, ScoredRollout, select_rows
 
@@ -432,12 +432,12 @@ def test_advantages_of_groups_with_missing_scores_by_hand():
         found = computation(advantage_estimator=name, **plain)(rows, step=1)
         assert found.advantages[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
     whole = groups_of_four([1.0, 0.0, 0.0, 0.0])
-    assert kept_rows(whole) is whole
+    assert empty_rows_without_score(whole) is whole
 
 
 def test_rows_that_left_keep_their_length_and_their_sampled_tokens():
     rows = groups_of_four([1.0, None, 0.0, 0.0])
-    found = kept_rows(rows)
+    found = empty_rows_without_score(rows)
     assert found.response_mask.sum(dim=1).tolist() == [1, 0, 3, 1]
     assert found.response_lengths.tolist() == rows.response_lengths.tolist() == [1, 2, 3, 1]
     assert torch.equal(found.sampled_mask, rows.response_mask)
