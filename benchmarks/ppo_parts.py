@@ -22,7 +22,7 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.ppo import rollout_sampler
-from dschat_ppo.ppo.components import PPOComponents
+from dschat_ppo.ppo.components import PPOComponents, PPOData
 from dschat_ppo.ppo.loop import make_experience, update
 from dschat_ppo.ppo.train_ppo import learned_reward
 from dschat_ppo.rewards.reward_source import RewardMixture
@@ -116,9 +116,8 @@ def make_ppo(
     tokenizer = load_tokenizer(str(folder / "lm"), "lm")
     source = learned_reward(config, engines, tokenizer, plan.micro_batch_tokens) or FreeReward()
     rows = Dataset.from_dict({"row": ["{}"] * prompts})
-    return PPOComponents(
-        config, plan, TokenRows(rows, None), tokenizer, engines, RewardMixture([(source, 1.0)])
-    )
+    data = PPOData(TokenRows(rows, None), tokenizer)
+    return PPOComponents(config, plan, data, engines, RewardMixture([(source, 1.0)]))
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.step_trace import NO_TRACE
 from dschat_ppo.monitor.writers import MetricsWriter
-from dschat_ppo.ppo.components import PPOComponents
+from dschat_ppo.ppo.components import PPOComponents, PPOData
 from dschat_ppo.ppo.evaluation import Evaluation
 from dschat_ppo.ppo.loop import run
 from dschat_ppo.ppo.mini_dataset import TextBatches
@@ -190,9 +190,8 @@ class PlainRun:
             )
             texts = TextBatches(blocks, plan.global_batch, 1, 3, 0, CPU)
         engines = PlainEngines(assets, config)
-        self.ppo = PPOComponents(
-            config, plan, TokenRows(prompts_of(PROMPTS), None), tokenizer, engines, mixture, texts
-        )
+        rows = TokenRows(prompts_of(PROMPTS), None)
+        self.ppo = PPOComponents(config, plan, PPOData(rows, tokenizer, texts), engines, mixture)
         self.saved_best: list[tuple[float, int]] = []
         self.evaluation = None
         if config.validation.eval_data_path:

@@ -4,7 +4,8 @@ the batch plan."""
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ from dschat_ppo.models.loading import check_sequence_classifier, load_config, re
 from dschat_ppo.models.model_folders import base_folder, is_adapter_folder, model_folder, with_bases
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer, read_tokenizer
 from dschat_ppo.models.vocabulary import check_vocabulary
+from dschat_ppo.ppo.components import PPOData
 from dschat_ppo.ppo.generation_settings import check_stop_ids
 from dschat_ppo.ppo.mini_dataset import TextBatches
 from dschat_ppo.ppo.own_algorithms import check_own_functions
@@ -54,14 +56,15 @@ REFERENCE = "--ref_model_name_or_path"
 LIMITS = "--max_prompt_seq_len + --max_answer_seq_len"
 
 
-def model_folders(config: PPOConfig) -> ModelFolders:
+def local_model_folders(config: PPOConfig) -> ModelFolders:
     """Local folders of the models; hub names are downloaded."""
     local = {role: model_folder(name, flag) for role, (flag, name) in config.models.items()}
     actor = local["actor"]
-    reference = local.get("reference", local["actor"])
-    other = None if Path(reference).resolve() == Path(actor).resolve() else reference
+    reference = local.get("reference")
+    if reference is not None and Path(reference).resolve() == Path(actor).resolve():
+        reference = None
     teachers = tuple(local[role] for role in config.teacher.models)
-    return ModelFolders(actor, local.get("critic"), local.get("reward"), other, teachers)
+    return ModelFolders(actor, local.get("critic"), local.get("reward"), reference, teachers)
 
 
 def check_models(
@@ -140,6 +143,8 @@ def check_shared_base(config: PPOConfig, folders: ModelFolders) -> None:
 def _check_reward_model(
     config: PPOConfig, folder: str, tokenizer: PreTrainedTokenizerBase, longest: int
 ) -> None:
+    """Check that the folder holds a reward model that can score what the actor writes. `longest`:
+    tokens of a prompt and its response."""
     flag, _ = config.models["reward"]
     with naming(flag):
         check_sequence_classifier(folder, new_head=False)
@@ -149,11 +154,15 @@ def _check_reward_model(
         saved_statistics(model_config, folder)
     if config.rewards.process_reward is not None:
         saved_separator(model_config, folder)
-    own = reward_tokenizer(config, folder, tokenizer)
+    separate_tokenizer = reward_tokenizer(config, folder, tokenizer)
     check_vocabulary(
-        own or tokenizer, model_config, flag, folder, resize=config.run.resize_vocabulary
+        separate_tokenizer or tokenizer,
+        model_config,
+        flag,
+        folder,
+        resize=config.run.resize_vocabulary,
     )
-    if own is not None:
+    if separate_tokenizer is not None:
         return
     if read_tokenizer(folder, flag).chat_template != tokenizer.chat_template:
         logger().warning(
@@ -167,11 +176,12 @@ def _check_reward_model(
 def reward_tokenizer(
     config: PPOConfig, folder: str, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedTokenizerBase | None:
-    """The reward model's tokenizer if it differs from the actor's; else None."""
-    own = read_tokenizer(folder, config.models["reward"][0])
-    if own.get_vocab() == tokenizer.get_vocab():
+    """The reward model's tokenizer if its vocabulary differs from the actor's; else None."""
+    flag, _ = config.models["reward"]
+    saved_tokenizer = read_tokenizer(folder, flag)
+    if saved_tokenizer.get_vocab() == tokenizer.get_vocab():
         return None
-    return own
+    return saved_tokenizer
 
 
 @dataclass(frozen=True)
@@ -180,88 +190,77 @@ class BegunPPO:
 
     output: Path
     folders: ModelFolders
-    tokenizer: PreTrainedTokenizerBase
-    rows: TokenRows
+    data: PPOData
     plan: PPOPlan
-    texts: TextBatches | None
     session: Session | None  # None: --validate_only
     started: float  # `time.perf_counter()` after the data are prepared
 
 
-def begin_ppo(config: PPOConfig) -> BegunPPO:
-    """Do everything that comes before the models are loaded. Collective. `StopRequested` if the run
-    was asked to stop, or is already complete."""
-    ppo = config.ppo
-    algorithm = config.algorithm
-    validate_only = config.validate_only
+@dataclass
+class CheckedFunctions:
+    """The reward functions of the user, once `check` has tried them."""
 
-    functions = list[CheckedFunction]()
-    held_out_functions = list[CheckedFunction]()
+    of_training: list[CheckedFunction] = field(default_factory=list)
+    of_evaluation: list[CheckedFunction] = field(default_factory=list)
 
-    def check_functions() -> None:
+    def check(self, config: PPOConfig) -> None:
+        """Try every function of the user: reward functions, estimator, policy loss, metrics and
+        sampler."""
+        clipping = "scores not clipped"
+        if config.score_clip:
+            clipping = f"scores clipped to +- {config.score_clip:g}"
         logger().info(
-            f"step 3: --advantage_estimator {algorithm.advantage_estimator}, --policy_loss"
-            f" {algorithm.policy_loss}, "
-            + (
-                f"scores clipped to +- {config.score_clip:g}"
-                if config.score_clip
-                else "scores not clipped"
-            )
+            f"step 3: --advantage_estimator {config.algorithm.advantage_estimator}, --policy_loss"
+            f" {config.algorithm.policy_loss}, {clipping}"
         )
         check_own_functions(config)
-        functions.extend(check_sources(config.rewards))
+        self.of_training = check_sources(config.rewards)
         if config.validation.eval_reward_function:
             reward = evaluation_reward(config)  # fails here if it cannot be used
             reward.close()
             check_sandbox(config.rewards, [reward.spec])
-            held_out_functions.append((reward.spec, reward.signature))
+            self.of_evaluation = [(reward.spec, reward.signature)]
 
-    device, output = begin_run(config, check_functions)
+
+def begin_ppo(config: PPOConfig) -> BegunPPO:
+    """Do everything that comes before the models are loaded: check flags, functions and models,
+    prepare the data, plan the batches, and find the checkpoint. Collective.
+
+    Raises:
+        StopRequested: the run was asked to stop, or is already complete.
+    """
+    functions = CheckedFunctions()
+    device, output = begin_run(config, partial(functions.check, config))
     require_agreement(config, dist.world_size())
     check_zero_plus_plus(
         config.memory, config.ppo_memory.enable_mixed_precision_lora, dist.world_size(), device.type
     )
-    folders = model_folders(config)
+    folders = local_model_folders(config)
     tokenizer = with_template_flags(load_tokenizer(folders.actor, ACTOR), config.data)
     check_models(config, folders, tokenizer)
-    check_stop_ids(ppo.stop_token_ids, tokenizer)
+    check_stop_ids(config.ppo.stop_token_ids, tokenizer)
 
     announce("prepare data")
-    tools = described_tools(config.environment, tokenizer, ppo.max_prompt_seq_len)
-    rows = prepare(replace(config.step_data, tools=tools), tokenizer)
-    if config.validation.eval_data_path and rows.eval is None:
-        raise UserError(
-            "--eval_data_path: no prompt is within --max_prompt_seq_len; raise it or use"
-            " --truncation left"
-        )
-    log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)
-    check_routes(
-        config.rewards,
-        rows.sources,
-        rows.at_hand["row"],
-        len(rows.at_hand) == len(rows.train),
-        config.teacher.routes,
-    )
-    if len(rows.at_hand) == len(rows.train):  # not with --streaming
-        check_columns(functions, "--data_path", rows.at_hand["row"])
-    if rows.eval is not None:
-        check_columns(held_out_functions or functions, "--eval_data_path", rows.eval["row"])
+    rows = _prepared_prompts(config, tokenizer)
+    _check_rewards_of_rows(config, functions, rows)
     plan = plan_ppo(
-        ppo,
+        config.ppo,
         len(rows.train),
         dist.world_size(),
-        algorithm.critic_warmup_rollouts,
+        config.algorithm.critic_warmup_rollouts,
         config.memory.sequence_parallel_size,
         config.schedule.max_steps,
         dist.on_gpu(),
     )
     texts = plain_texts(config, plan, tokenizer, device)
-    if not validate_only:
+    planned_steps = None
+    if not config.validate_only:
         show_ppo_batches(config, plan)
-    end_dry_run(config.run, config.safety.resume, None if validate_only else plan.ppo_steps)
+        planned_steps = plan.ppo_steps
+    end_dry_run(config.run, config.safety.resume, planned_steps)
     started = time.perf_counter()
     session = None
-    if not validate_only:
+    if not config.validate_only:
         session = open_session(
             output,
             config,
@@ -269,7 +268,36 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
             derived_batch_sizes(config, plan),
             plan.ppo_steps,
         )
-    return BegunPPO(output, folders, tokenizer, rows, plan, texts, session, started)
+    return BegunPPO(output, folders, PPOData(rows, tokenizer, texts), plan, session, started)
+
+
+def _prepared_prompts(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
+    """The prompts as tokens; logs the first of them."""
+    tools = described_tools(config.environment, tokenizer, config.ppo.max_prompt_seq_len)
+    rows = prepare(replace(config.step_data, tools=tools), tokenizer)
+    if config.validation.eval_data_path and rows.eval is None:
+        raise UserError(
+            "--eval_data_path: no prompt is within --max_prompt_seq_len; raise it or use"
+            " --truncation left"
+        )
+    logged_rows = 1
+    if config.run.dry_run:
+        logged_rows = 3
+    log_samples(tokenizer, rows.at_hand, rows.sources, logged_rows)
+    return rows
+
+
+def _check_rewards_of_rows(config: PPOConfig, functions: CheckedFunctions, rows: TokenRows) -> None:
+    """Check that the routes of reward sources and teachers lead to prompts, and that the data have
+    the columns that reward functions take."""
+    data_rows = rows.at_hand["row"]
+    are_all_rows = len(rows.at_hand) == len(rows.train)  # not with --streaming
+    check_routes(config.rewards, rows.sources, data_rows, are_all_rows, config.teacher.routes)
+    if are_all_rows:
+        check_columns(functions.of_training, "--data_path", data_rows)
+    if rows.eval is not None:
+        of_evaluation = functions.of_evaluation or functions.of_training
+        check_columns(of_evaluation, "--eval_data_path", rows.eval["row"])
 
 
 def show_ppo_batches(config: PPOConfig, plan: PPOPlan) -> None:
@@ -292,7 +320,9 @@ def derived_batch_sizes(config: PPOConfig, plan: PPOPlan) -> dict[str, int]:
     sampling takes the same number of prompts on every rank. So the number of ranks decides how many
     prompts a round takes in all, and which prompts later steps see."""
     sizes = {"rows_per_update": plan.global_batch, "rows_per_step": plan.rollout_prompts}
-    return sizes | ({"ranks": plan.world_size} if config.algorithm.dynamic_sampling else {})
+    if config.algorithm.dynamic_sampling:
+        sizes["ranks"] = plan.world_size
+    return sizes
 
 
 def inputs_of(
@@ -300,24 +330,23 @@ def inputs_of(
 ) -> RunInputs:
     """The inputs of step 3. Without --ref_model_name_or_path, the reference is loaded from the
     actor's folder."""
-    taught = zip(config.teacher.teachers, folders.teachers, strict=True)
-    evaluated_by = config.validation.eval_reward_function
+    models = []
+    for role, folder in vars(folders).items():
+        if isinstance(folder, str):
+            flag, _ = config.models[role]
+            models.append((flag, folder))
+    for (route, _), folder in zip(config.teacher.teachers, folders.teachers, strict=True):
+        models.append((" ".join([TEACHER, *map(str, route)]), folder))
+    text_rows = None
+    if texts is not None:
+        text_rows = texts.rows
+    evaluation_functions = []
+    if config.validation.eval_reward_function:
+        evaluation_functions = [config.validation.eval_reward_function]
     return RunInputs(
         rows.train,
-        {EVAL_ROWS: rows.eval, TEXT_BLOCKS: None if texts is None else texts.rows},
-        with_bases(
-            [
-                *(
-                    (config.models[role][0], folder)
-                    for role, folder in vars(folders).items()
-                    if isinstance(folder, str)
-                ),
-                *(
-                    (" ".join([TEACHER, *map(str, routed)]), folder)
-                    for (routed, _), folder in taught
-                ),
-            ]
-        ),
+        {EVAL_ROWS: rows.eval, TEXT_BLOCKS: text_rows},
+        with_bases(models),
         [
             ("--deepspeed_config", config.run.deepspeed_config),
             *own_files(
@@ -327,7 +356,7 @@ def inputs_of(
             ),
             *config.environment.files,
             *function_files("--reward_function", config.rewards.reward_function),
-            *function_files("--eval_reward_function", [evaluated_by] if evaluated_by else []),
+            *function_files("--eval_reward_function", evaluation_functions),
         ],
     )
 

@@ -1,9 +1,9 @@
-"""The components of step 3 and how they are built: what its loop (`loop.py`) uses."""
+"""The components of step 3, which its loop (`loop.py`) uses, and how they are built."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from transformers import PreTrainedTokenizerBase
@@ -36,12 +36,16 @@ from dschat_ppo.ppo.teaching import teachers_of
 from dschat_ppo.ppo.token_losses import RecordedTokens
 from dschat_ppo.ppo.update import PPOUpdate
 from dschat_ppo.rewards.reward_source import RewardMixture
-from dschat_ppo.types import (
-    Experience,
-    RewardedRollout,
-    ScoredRollout,
-    select_rows,
-)
+from dschat_ppo.types import Experience, RewardedRollout, ScoredRollout, select_rows
+
+
+@dataclass(frozen=True)
+class PPOData:
+    """The data of step 3 as tokens."""
+
+    rows: TokenRows  # prompts
+    tokenizer: PreTrainedTokenizerBase  # of the actor
+    texts: TextBatches | None = None  # blocks of plain text for the PTX loss
 
 
 class PPOComponents:
@@ -56,11 +60,9 @@ class PPOComponents:
         self,
         config: PPOConfig,
         plan: PPOPlan,
-        rows: TokenRows,
-        tokenizer: PreTrainedTokenizerBase,
+        data: PPOData,
         engines: RLHFEngine,
         rewards: RewardMixture,
-        texts: TextBatches | None = None,
         episodes: EpisodeRollouts | None = None,
     ):
         """Build the components. Collective.
@@ -68,42 +70,34 @@ class PPOComponents:
         Args:
             config: the flags.
             plan: batches and steps.
-            rows: prompts to train on.
-            tokenizer: of the actor.
+            data: what to train on.
             engines: the models.
             rewards: score the responses.
-            texts: blocks of plain text for the PTX loss.
             episodes: environments that the policy acts in.
         """
         self.config = config
         self.plan = plan
         self.engines = engines
         self.device = dist.device()
-        self.texts = texts
-        self.data_sources = rows.sources
+        self.texts = data.texts
+        self.data_sources = data.rows.sources
         self.state = PPOState()
         self.clock = PhaseClock()
-        self.nonfinite = NonFinitePolicy(config.safety, ReproBundles(config, tokenizer))
+        self.nonfinite = NonFinitePolicy(config.safety, ReproBundles(config, data.tokenizer))
         seed = config.run.seed
+        prompts = data.rows.train
         # before the seeds are set: its self-check draws random numbers
-        sampler = RolloutSampler(config.ppo, engines.hybrid, rows.train, tokenizer, seed, episodes)
+        sampler = RolloutSampler(
+            config.ppo, engines.hybrid, prompts, data.tokenizer, seed, episodes
+        )
         seed_this_rank(seed)
         self.minimum_length = sampler.config.stopping.minimum_length
         # before the forward passes and the updates, which compute what it says
         self.old_logprobs = self._choose_old_logprobs()
-        source_weights = [weight for _, weight in rewards.sources]
         # before the pool, which compares scores as the advantages see them
-        self.advantage_computation = self._build_advantages(source_weights)
-        self.collection = ExperienceCollection(
-            config,
-            plan,
-            sampler,
-            RewardRequests(rewards, rows.train, tokenizer, episodes),
-            self._build_forward_passes(),
-            self._build_group_pool(),
-            self.clock,
-            len(self.data_sources) > 1,
-        )
+        self.advantage_computation = self._build_advantages(rewards)
+        requests = RewardRequests(rewards, prompts, data.tokenizer, episodes)
+        self.collection = self._build_collection(sampler, requests)
         self.mini_dataset = MiniDataset(
             plan.global_batch,
             plan.micro_batch_tokens,
@@ -117,7 +111,7 @@ class PPOComponents:
             config,
             self.minimum_length,
             engines,
-            texts,
+            data.texts,
             self.entropy_coef,
             self.nonfinite,
             self.clock,
@@ -132,7 +126,7 @@ class PPOComponents:
         logger().info(f"old log-probs: {describe(source, reason)}")
         return source
 
-    def _build_advantages(self, source_weights: Sequence[float]) -> AdvantageComputation:
+    def _build_advantages(self, rewards: RewardMixture) -> AdvantageComputation:
         """What computes token rewards and advantages."""
         config = self.config
         distill_coef = 0.0
@@ -146,7 +140,22 @@ class PPOComponents:
             self.plan.warmup_rollouts,
             config.environment.to_go_weight,
             distill_coef,
-            source_weights,
+            [weight for _, weight in rewards.sources],
+        )
+
+    def _build_collection(
+        self, sampler: RolloutSampler, requests: RewardRequests
+    ) -> ExperienceCollection:
+        """What samples and scores the responses of a PPO step."""
+        return ExperienceCollection(
+            self.config,
+            self.plan,
+            sampler,
+            requests,
+            self._build_forward_passes(),
+            self._build_group_pool(),
+            self.clock,
+            len(self.data_sources) > 1,
         )
 
     def _build_forward_passes(self) -> ForwardPasses:
@@ -176,7 +185,7 @@ class PPOComponents:
         )
 
     def _build_group_pool(self) -> GroupPool | None:
-        """The groups that dynamic sampling has kept; None without it."""
+        """What collects groups over the rounds of dynamic sampling; None without it."""
         algorithm = self.config.algorithm
         if not algorithm.dynamic_sampling:
             return None
@@ -203,9 +212,9 @@ class PPOComponents:
         )
 
     def critic_pass(self, rows: RewardedRollout, step: int) -> RewardedRollout:
-        """The rows with their values (N, R), if there is a critic. Where the PPO step makes one
-        update, the forward and backward pass of that update gives them here, and its gradients wait
-        in `state.critic_pass`. Collective."""
+        """The rows with values (N, R), if there is a critic. If scoring has computed none, the PPO
+        step makes one update: its forward and backward pass is made here and gives the values, and
+        its gradients wait in `state.critic_pass`. Collective."""
         if rows.values is not None or self.engines.critic is None:
             return rows
         self.engines.train()
@@ -230,11 +239,11 @@ class PPOComponents:
         """Start the updates of a PPO step, with the metrics of its experience, which is returned.
         None if a number is not finite: then the step has no updates, or the run stops
         (`NonFiniteError`), and nothing adapts to its rows. Collective in that case."""
-        counted = experience  # the rows that have not left their groups
-        if experience.sampled_mask is not None:
-            counted = select_rows(experience, experience.has_score.nonzero().squeeze(1))
-        if self.nonfinite.is_finite(counted, step):
-            metrics = self._experience_metrics(counted, len(experience.scores))
+        scored_rows = experience
+        if experience.sampled_mask is not None:  # some rows have left their groups
+            scored_rows = select_rows(experience, experience.has_score.nonzero().squeeze(1))
+        if self.nonfinite.is_finite(scored_rows, step):
+            metrics = self._experience_metrics(scored_rows, len(experience.scores))
             self.state.begin_updates(experience, metrics)
             return experience
         self.advantage_computation.undo()
@@ -243,28 +252,27 @@ class PPOComponents:
         self.state.begin_updates(None, dict(self.collection.metrics))
         return None
 
-    def _experience_metrics(self, counted: Experience, rollout_count: int) -> dict[str, float]:
-        """The metrics of a PPO step before its updates: of its collection, of the rows that count,
-        and the rates of the updates. `rollout_count`: all rows, those that left a group too."""
-        kl_coef = self.advantage_computation.used_kl_coef
+    def _experience_metrics(self, scored_rows: Experience, rollout_count: int) -> dict[str, float]:
+        """The metrics of a PPO step before its updates: of its collection, of the rows that have a
+        score, and the rates of the updates. `rollout_count`: all rows, with or without a score."""
+        computation = self.advantage_computation
         scores_around_clip = None
-        if self.advantage_computation.score_clip:
-            scaled = self.advantage_computation.scaled(counted.scores)
+        if computation.score_clip:
             scores_around_clip = (
-                scaled,
-                self.advantage_computation.scaled_and_clipped(counted.scores),
+                computation.scaled(scored_rows.scores),
+                computation.scaled_and_clipped(scored_rows.scores),
             )
         metrics = dict(self.collection.metrics)
         metrics |= experience_metrics(
-            counted,
-            kl_coef,
+            scored_rows,
+            computation.used_kl_coef,
             self.collection.requests.mixture.names,
             self.data_sources,
             scores_around_clip,
         )
         metrics["rollout/count"] = rollout_count
-        metrics["kl/coef"] = kl_coef
-        metrics |= own_metrics(self.config.ppo.metrics, counted)
+        metrics["kl/coef"] = computation.used_kl_coef
+        metrics |= own_metrics(self.config.ppo.metrics, scored_rows)
         for role, engine in self.engines.trained.items():
             for name, rate in learning_rates(engine).items():
                 metrics[f"optim/{name}/{role}"] = rate

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common import dist
@@ -34,7 +33,7 @@ from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.step_line import PPO_COLUMNS
 from dschat_ppo.monitor.writers import JsonLines, write_result
 from dschat_ppo.ppo.begin_ppo import BegunPPO, begin_ppo, evaluation_reward, reward_tokenizer
-from dschat_ppo.ppo.components import PPOComponents
+from dschat_ppo.ppo.components import PPOComponents, PPOData
 from dschat_ppo.ppo.evaluation import Evaluation, shown_metrics
 from dschat_ppo.ppo.loop import run
 from dschat_ppo.ppo.resumable import ResumablePPO
@@ -63,7 +62,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     """Run step 3; returns the contents of `result.json`."""
     begun = begin_ppo(config)
     output = begun.output
-    tokenizer = begun.tokenizer
+    tokenizer = begun.data.tokenizer
 
     announce("load models")
     folders = begun.folders
@@ -80,16 +79,8 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
             config.validation.save_best,
             lambda folder: save_models(engines, forms, tokenizer, folder),
         )
-        evaluation = None
-        if begun.rows.eval is not None:
-            evaluation = evaluation_of(
-                config,
-                components,
-                begun.rows.eval,
-                begun.rows.eval_sources,
-                tokenizer,
-                kept_models,
-            )
+        evaluation = build_evaluation(config, components, begun.data, kept_models)
+        if evaluation is not None:
             at_end.enter_context(closing(evaluation))
         if begun.session is None:
             assert evaluation is not None  # --validate_only needs --eval_data_path
@@ -100,7 +91,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
             return write_validation(output, metrics, time.perf_counter() - begun.started)
 
         announce("train")
-        report = train(config, begun, begun.session, components, evaluation, kept_models)
+        report = train_policy(config, begun, begun.session, components, evaluation, kept_models)
         result = report.result()
 
     announce("save models")
@@ -121,7 +112,8 @@ def build_components(
 ) -> PPOComponents:
     """The components of step 3, with its rewards and environments, which `at_end` closes.
     Collective."""
-    learned = learned_reward(config, engines, begun.tokenizer, begun.plan.micro_batch_tokens)
+    tokenizer = begun.data.tokenizer
+    learned = learned_reward(config, engines, tokenizer, begun.plan.micro_batch_tokens)
     episodes = None
     episode_rewards: Sequence[tuple[RewardSource, float]] = []
     if config.environment.is_used:
@@ -129,25 +121,16 @@ def build_components(
         if begun.session is not None:  # an evaluation alone is not resumed
             journal = begun.output
         episodes = EpisodeRollouts(
-            config.environment, begun.tokenizer, config.ppo.max_prompt_seq_len, journal
+            config.environment, tokenizer, config.ppo.max_prompt_seq_len, journal
         )
         at_end.enter_context(closing(episodes))
         episode_rewards = episodes.reward_sources
     rewards = build_sources(config.rewards, learned, episode_rewards)
     at_end.enter_context(closing(rewards))
-    return PPOComponents(
-        config,
-        begun.plan,
-        begun.rows,
-        begun.tokenizer,
-        engines,
-        rewards,
-        begun.texts,
-        episodes,
-    )
+    return PPOComponents(config, begun.plan, begun.data, engines, rewards, episodes)
 
 
-def train(
+def train_policy(
     config: PPOConfig,
     begun: BegunPPO,
     session: Session,
@@ -163,9 +146,9 @@ def train(
         lines,
         config.ppo.sample_interval,
         SAMPLES_PER_STEP,
-        begun.tokenizer,
+        begun.data.tokenizer,
         components.collection.requests.mixture.names,
-        begun.rows.sources,
+        begun.data.rows.sources,
     )
     resumable = ResumablePPO(components, evaluation, health, [lines])
     with session.training(resumable) as (writer, checkpointer):
@@ -238,17 +221,23 @@ def save_models(
 def show_result(result: dict[str, Any], output: Path, start: str, resumed: bool) -> None:
     """Log what the run has reached. `result` is that of `result.json`, `start` the actor's folder
     before training."""
-    names = {column.metric: column.label for column in PPO_COLUMNS} | {
-        "eval/score": "held-out score"
-    }
-    del names["value/explained_variance"]  # whose last value alone says little
-    saved = [output / role for role in ("actor", "critic", "actor_ema") if (output / role).is_dir()]
+    labels = {column.metric: column.label for column in PPO_COLUMNS}
+    labels["eval/score"] = "held-out score"
+    del labels["value/explained_variance"]  # whose last value alone says little
+    folders = [output / role for role in ("actor", "critic", "actor_ema")]
+    saved_folders = [folder for folder in folders if folder.is_dir()]
     chat = tool_command("chat", ["--model", str(output / "actor"), "--compare", start])
-    steps = (
-        f"{counted(result['ppo_steps'], 'PPO step')},"
-        f" {counted(result['optimizer_steps'], 'update')}"
+    ppo_steps = counted(result["ppo_steps"], "PPO step")
+    updates = counted(result["optimizer_steps"], "update")
+    show_end(
+        "PPO",
+        f"{ppo_steps}, {updates}",
+        result["seconds"],
+        changes_of(result, labels),
+        saved_folders,
+        chat,
+        resumed,
     )
-    show_end("PPO", steps, result["seconds"], changes_of(result, names), saved, chat, resumed)
 
 
 def learned_reward(
@@ -274,35 +263,34 @@ def learned_reward(
     )
 
 
-def evaluation_of(
-    config: PPOConfig,
-    ppo: PPOComponents,
-    rows: Dataset,
-    data_sources: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    kept_models: KeptModels,
-) -> Evaluation:
-    """Evaluation over the held-out prompts, whose column `source` numbers the `data_sources`."""
+def build_evaluation(
+    config: PPOConfig, ppo: PPOComponents, data: PPOData, kept_models: KeptModels
+) -> Evaluation | None:
+    """The evaluation on the held-out prompts; None if there are none."""
+    if data.rows.eval is None:
+        return None
     flags = config.validation
     collection = ppo.collection
-    rows = rows.select(range(min(flags.eval_max_prompts or len(rows), len(rows))))
+    count = len(data.rows.eval)
+    if flags.eval_max_prompts:
+        count = min(flags.eval_max_prompts, count)
+    prompts = data.rows.eval.select(range(count))
     mixture = collection.requests.mixture
     if flags.eval_reward_function:
         mixture = RewardMixture([(evaluation_reward(config), 1.0)], config.rewards.default_score)
-    scorer = None
+    requests = RewardRequests(mixture, prompts, data.tokenizer, collection.sampler.episodes)
+    passes = None
     if collection.passes.reference is not None:
         old_logprobs: OldLogprobs = "rollout"
         if config.recompute_old_logprobs:
             old_logprobs = "recompute"
-        scorer = replace(collection.passes, critic=None, teachers=None, old_logprobs=old_logprobs)
-
-    requests = RewardRequests(mixture, rows, tokenizer, collection.sampler.episodes)
+        passes = replace(collection.passes, critic=None, teachers=None, old_logprobs=old_logprobs)
     return Evaluation(
         flags,
         collection.sampler,
         requests,
-        scorer,
+        passes,
         kept_models.output,
         kept_models.save_best,
-        data_sources,
+        data.rows.eval_sources,
     )

@@ -24,7 +24,7 @@ from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.ppo.collect import ExperienceCollection, Prompts
-from dschat_ppo.ppo.components import PPOComponents
+from dschat_ppo.ppo.components import PPOComponents, PPOData
 from dschat_ppo.ppo.generation_settings import check_stop_ids, generation_config, greedily
 from dschat_ppo.ppo.group_pool import GroupPool
 from dschat_ppo.ppo.score import ForwardPasses
@@ -126,8 +126,7 @@ def test_building_the_parts_leaves_the_random_stream_of_the_rank_as_seeded(asset
     PPOComponents(
         ppo.config,
         ppo.plan,
-        TokenRows(scorer.prompts, None),
-        scorer.tokenizer,
+        PPOData(TokenRows(scorer.prompts, None), scorer.tokenizer),
         ppo.engines,
         scorer.mixture,
     )

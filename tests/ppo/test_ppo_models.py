@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.ppo.begin_ppo import check_models, check_shared_base, model_folders
+from dschat_ppo.ppo.begin_ppo import check_models, check_shared_base, local_model_folders
 
 SHARED = "--actor_lora_dim 4 --critic_lora_dim 4 --only_optimize_lora --share_base"
 
@@ -67,14 +67,14 @@ def config_of(folders, words: str):
 
 def check(folders, words: str):
     config = config_of(folders, words)
-    found = model_folders(config)
+    found = local_model_folders(config)
     check_models(config, found, load_tokenizer(str(folders / "lm"), "model"))
     return found
 
 
 def check_bases(folders, words: str):
     config = config_of(folders, f"{words} {SHARED}")
-    check_shared_base(config, model_folders(config))
+    check_shared_base(config, local_model_folders(config))
 
 
 def test_a_reference_of_its_own_is_accepted_and_the_actors_folder_is_none(folders):

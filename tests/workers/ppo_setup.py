@@ -12,7 +12,7 @@ from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo.begin_ppo import plain_texts
 from dschat_ppo.ppo.collect import Prompts
-from dschat_ppo.ppo.components import PPOComponents
+from dschat_ppo.ppo.components import PPOComponents, PPOData
 from dschat_ppo.ppo.loop import update
 from dschat_ppo.ppo.mini_dataset import MiniBatch, gather_rows
 from dschat_ppo.ppo.step_report import update_metrics
@@ -42,7 +42,8 @@ def ppo_of(config: PPOConfig, prompts: Dataset, device: torch.device) -> PPOComp
         config.rewards, learned_reward(config, engines, tokenizer, plan.micro_batch_tokens)
     )
     texts = plain_texts(config, plan, tokenizer, device)
-    return PPOComponents(config, plan, TokenRows(prompts, None), tokenizer, engines, rewards, texts)
+    data = PPOData(TokenRows(prompts, None), tokenizer, texts)
+    return PPOComponents(config, plan, data, engines, rewards)
 
 
 def score_answers(
