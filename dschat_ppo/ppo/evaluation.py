@@ -1,17 +1,18 @@
-"""Evaluation in step 3: answers to held-out prompts, their scores, and the best models so far."""
+"""Evaluation in step 3: responses to held-out prompts, their scores, and the best models so far."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from torch import Tensor
 
 from dschat_ppo.algorithms.evaluation_statistics import pass_at_k
 from dschat_ppo.algorithms.kl import kl_k1
@@ -32,12 +33,12 @@ from dschat_ppo.run.output_folder import BEST, best_is_lost
 from dschat_ppo.types import FinishReason, Rollout
 
 CUT = FinishReason.LENGTH.name.lower()
-STREAM = 5  # separates the seeds of the evaluation's answers from those of training
+STREAM = 5  # separates the seeds of the evaluation's responses from those of training
 
 
 @dataclass(frozen=True)
-class Answered:
-    """One held-out prompt with its n answers."""
+class EvaluatedPrompt:
+    """One held-out prompt with its n answers; a line of the file of an evaluation."""
 
     index: int  # row number of the prompt
     prompt: str  # without special tokens
@@ -49,7 +50,7 @@ class Answered:
     kl: list[float] | None  # sum over the tokens of each answer; None without a reference
     # NaN where the source does not score
     scores_by_source: dict[str, list[float]] = field(default_factory=dict)
-    # see `Scores`; NaN where an answer has none
+    # "SOURCE/NAME" -> other numbers that reward functions returned; NaN where an answer has none
     numbers: dict[str, list[float]] = field(default_factory=dict)
     data_source: str | None = None  # name of the prompt's data set; None if there is only one
     # `turns_of` the answers; [] if none has several
@@ -65,22 +66,28 @@ def final_answer(text: str) -> str:
     if boxed is not None:
         return boxed.strip()
     lines = text.rsplit("####", 1)[-1].strip().splitlines()
-    return lines[-1].strip() if lines else ""
+    if not lines:
+        return ""
+    return lines[-1].strip()
 
 
-def majority_passes(row: Answered, pass_score: float) -> bool | None:
+def majority_passes(row: EvaluatedPrompt, pass_score: float) -> bool | None:
     """Whether the most frequent final answer among those with a score passes; of equally frequent
     ones the first counts. None if no answer has a score."""
-    scored = [number for number, score in enumerate(row.scores) if not math.isnan(score)]
-    if not scored:
+    votes = Counter[str]()
+    first_scores: dict[str, float] = {}  # final answer -> score of the first one
+    for text, score in zip(row.finals or row.answers, row.scores, strict=True):
+        if not math.isnan(score):
+            final = final_answer(text)
+            votes[final] += 1
+            first_scores.setdefault(final, score)
+    if not votes:
         return None
-    texts = row.finals or row.answers
-    finals = [final_answer(texts[number]) for number in scored]
-    most_frequent = Counter(finals).most_common(1)[0][0]
-    return row.scores[scored[finals.index(most_frequent)]] >= pass_score
+    [(most_frequent, _)] = votes.most_common(1)
+    return first_scores[most_frequent] >= pass_score
 
 
-def summary(rows: list[Answered], pass_score: float) -> dict[str, float]:
+def summary(rows: list[EvaluatedPrompt], pass_score: float) -> dict[str, float]:
     """Metrics over all prompts (at least one), each with n answers; `pass@k` for powers of two up
     to n answers, `majority@n` where n is above 1. An answer passes with a score of `pass_score` or
     more. Answers without a score count in lengths and in `unscored_share` alone: a prompt with
@@ -91,18 +98,45 @@ def summary(rows: list[Answered], pass_score: float) -> dict[str, float]:
     """
     scores = torch.tensor([row.scores for row in rows], dtype=torch.float64)  # (prompts, n)
     lengths = torch.tensor([row.lengths for row in rows], dtype=torch.float64)
-    samples = scores.shape[1]
     unscored = scores.isnan()  # (prompts, n)
+    ended = sum(reason != CUT for row in rows for reason in row.ended)
     metrics = {
         "eval/score": float(scores[~unscored].mean()),
         "eval/unscored_share": float(unscored.double().mean()),
         "eval/length_mean": float(lengths.mean()),
-        "eval/ended_share": sum(reason != CUT for row in rows for reason in row.ended)
-        / scores.numel(),
+        "eval/ended_share": ended / scores.numel(),
     }
-    passed = [own[~own.isnan()] >= pass_score for own in scores]  # of each prompt: (scored,) bool
-    for k in (2**power for power in range(samples.bit_length())):
-        shares = [pass_at_k(own.unsqueeze(0), k) for own in passed if len(own) >= k]
+    metrics |= _pass_shares(rows, scores, pass_score)
+    if rows[0].kl is not None:
+        total = sum(value for row in rows for value in row.kl or [])
+        metrics["eval/kl_ref_k1"] = total / max(1.0, float(lengths.sum()))
+    sources = list(rows[0].scores_by_source)
+    if len(sources) > 1:
+        for name in sources:
+            known = _without_nan(score for row in rows for score in row.scores_by_source[name])
+            if known:
+                metrics[f"eval/reward/{name}_mean"] = math.fsum(known) / len(known)
+            if len(known) < scores.numel():
+                metrics[f"eval/reward/{name}_share"] = len(known) / scores.numel()
+    for name in sorted({name for row in rows for name in row.numbers}):
+        known = _without_nan(value for row in rows for value in row.numbers.get(name, []))
+        if known:
+            metrics[f"eval/{name}"] = math.fsum(known) / len(known)
+    return metrics
+
+
+def _pass_shares(
+    rows: list[EvaluatedPrompt], scores: Tensor, pass_score: float
+) -> dict[str, float]:
+    """`pass@k` and `majority@n`, as in `summary`; `scores` (prompts, n) are those of `rows`."""
+    samples = scores.shape[1]
+    passed = []  # (scored answers of a prompt,) bool
+    for prompt_scores in scores:
+        passed.append(prompt_scores[~prompt_scores.isnan()] >= pass_score)
+    metrics = {}
+    for power in range(samples.bit_length()):
+        k = 2**power
+        shares = [pass_at_k(answers.unsqueeze(0), k) for answers in passed if len(answers) >= k]
         if shares:
             metrics[f"eval/pass@{k}"] = float(torch.cat(shares).mean())
     if samples > 1:
@@ -110,44 +144,25 @@ def summary(rows: list[Answered], pass_score: float) -> dict[str, float]:
         counted = [vote for vote in votes if vote is not None]
         if counted:
             metrics[f"eval/majority@{samples}"] = sum(counted) / len(counted)
-    if rows[0].kl is not None:
-        total = sum(value for row in rows for value in row.kl or [])
-        metrics["eval/kl_ref_k1"] = total / max(1.0, float(lengths.sum()))
-    if len(rows[0].scores_by_source) > 1:
-        for name in rows[0].scores_by_source:
-            known = [
-                value
-                for row in rows
-                for value in row.scores_by_source[name]
-                if not math.isnan(value)
-            ]
-            if known:
-                metrics[f"eval/reward/{name}_mean"] = math.fsum(known) / len(known)
-            if len(known) < scores.numel():
-                metrics[f"eval/reward/{name}_share"] = len(known) / scores.numel()
-    for name in sorted({name for row in rows for name in row.numbers}):
-        known = [
-            value for row in rows for value in row.numbers.get(name, []) if not math.isnan(value)
-        ]
-        if known:
-            metrics[f"eval/{name}"] = math.fsum(known) / len(known)
     return metrics
 
 
-def summary_by_source(rows: list[Answered], pass_score: float) -> dict[str, float]:
+def _without_nan(values: Iterable[float]) -> list[float]:
+    return [value for value in values if not math.isnan(value)]
+
+
+def summary_by_data_set(rows: list[EvaluatedPrompt], pass_score: float) -> dict[str, float]:
     """`summary` of each data set, with `/NAME` after each name; {} if there is only one data
     set."""
-    names = sorted({row.data_source for row in rows if row.data_source is not None})
-    return {
-        f"{metric}/{name}": value
-        for name in names
-        for metric, value in summary(
-            [row for row in rows if row.data_source == name], pass_score
-        ).items()
-    }
+    metrics = {}
+    for name in sorted({row.data_source for row in rows if row.data_source is not None}):
+        rows_of_set = [row for row in rows if row.data_source == name]
+        for metric, value in summary(rows_of_set, pass_score).items():
+            metrics[f"{metric}/{name}"] = value
+    return metrics
 
 
-def answered_rows(
+def evaluated_prompts(
     requests: RewardRequests,
     indices: Sequence[int],
     rollout: Rollout,
@@ -155,57 +170,72 @@ def answered_rows(
     scores: Scores,
     data_sources: Sequence[str],
     kl: list[float] | None = None,
-) -> list[Answered]:
-    """One record for each of the prompts at `indices`, whose column `source` numbers the
-    `data_sources`. `rollout` has the n answers to a prompt one after another; `kl` is that of each
-    answer, see `Answered`."""
+) -> list[EvaluatedPrompt]:
+    """One record for each of the prompts at `indices`.
+
+    Args:
+        requests: holds the prompts, whose column `source` numbers the `data_sources`.
+        indices: row numbers of the prompts.
+        rollout: the n responses to a prompt one after another.
+        responses: the text of each response.
+        scores: of each response.
+        data_sources: names of the data sets.
+        kl: of each response, see `EvaluatedPrompt`.
+    """
     samples = len(rollout.response_ids) // len(indices)
     prompts = requests.shown_prompts(rollout, len(indices))
     answers = [response.spoken for response in responses]
     finals = [response.final for response in responses]
     names: list[str | None] = [None] * len(indices)
     if len(data_sources) > 1:
-        names = [data_sources[number] for number in requests.prompts[indices]["source"]]
+        names = [data_sources[source] for source in requests.prompts[indices]["source"]]
     lengths = rollout.response_mask.sum(dim=1).tolist()
     totals = scores.total.tolist()
     ended = [FinishReason(reason).name.lower() for reason in rollout.finish_reason.tolist()]
     by_source = dict(zip(requests.mixture.names, scores.by_source.T.tolist(), strict=True))
     turns = turns_of(requests.tokenizer, rollout)
-    # a prompt's answers
-    parts = [slice(start, start + samples) for start in range(0, len(totals), samples)]
-    return [
-        Answered(
-            index,
-            prompt,
-            answers[own],
-            totals[own],
-            lengths[own],
-            ended[own],
-            None if kl is None else kl[own],
-            {source: values[own] for source, values in by_source.items()},
-            {key: values[own].tolist() for key, values in scores.numbers.items()},
-            name,
-            turns[own] if any(turns[own]) else [],
-            finals[own] if finals[own] != answers[own] else [],
+    evaluated = []
+    for position, index in enumerate(indices):
+        of_prompt = slice(position * samples, (position + 1) * samples)  # its rows of the rollout
+        has_turns = any(turns[of_prompt])
+        has_finals = finals[of_prompt] != answers[of_prompt]
+        evaluated.append(
+            EvaluatedPrompt(
+                index=index,
+                prompt=prompts[position],
+                answers=answers[of_prompt],
+                scores=totals[of_prompt],
+                lengths=lengths[of_prompt],
+                ended=ended[of_prompt],
+                kl=None if kl is None else kl[of_prompt],
+                scores_by_source={name: column[of_prompt] for name, column in by_source.items()},
+                numbers={
+                    name: column[of_prompt].tolist() for name, column in scores.numbers.items()
+                },
+                data_source=names[position],
+                turns=turns[of_prompt] if has_turns else [],
+                finals=finals[of_prompt] if has_finals else [],
+            )
         )
-        for index, prompt, own, name in zip(indices, prompts, parts, names, strict=True)
-    ]
+    return evaluated
 
 
 def shown_metrics(metrics: Mapping[str, float]) -> str:
-    """The metrics of an evaluation in one line, for the log."""
-    return "  ".join(
-        f"{name.removeprefix('eval/')} {value:.4g}"
-        for name, value in metrics.items()
-        if name.count("/") == 1
-        or name.startswith("eval/score/")  # of one data set: the score only
-        or (name.startswith("eval/reward/") and name.count("/") == 2)
-    )
+    """The metrics of an evaluation in one line, for the log; of a single data set its score
+    only."""
+    texts = []
+    for name, value in metrics.items():
+        is_of_all_data_sets = name.count("/") == 1
+        is_score_of_data_set = name.startswith("eval/score/")
+        is_of_reward_source = name.startswith("eval/reward/") and name.count("/") == 2
+        if is_of_all_data_sets or is_score_of_data_set or is_of_reward_source:
+            texts.append(f"{name.removeprefix('eval/')} {value:.4g}")
+    return "  ".join(texts)
 
 
 @dataclass(eq=False)
 class Evaluation:
-    """Answers the held-out prompts and remembers the best evaluation."""
+    """Evaluates the actor on the held-out prompts, and remembers the best evaluation."""
 
     flags: EvaluationFlags
     sampler: RolloutSampler
@@ -219,10 +249,9 @@ class Evaluation:
     best: tuple[float, int] | None = None  # (score, PPO step)
 
     def __post_init__(self) -> None:
+        config = self.sampler.config
         if self.flags.eval_greedy:
-            config = greedily(self.sampler.config)
-        else:
-            config = self.sampler.config
+            config = greedily(config)
         self.config = replace(config, samples=self.flags.eval_samples)
 
     def close(self) -> None:
@@ -235,25 +264,29 @@ class Evaluation:
         return step in (0, last_step) or (every > 0 and step % every == 0)
 
     def run(self, step: int) -> dict[str, float]:
-        """Answer all prompts, write the answers, and save models that are trained and the best so
-        far. Collective."""
-        mine: list[Answered] = []
+        """Sample responses to all prompts, write them, and save models that are trained and the
+        best so far; returns the metrics. Collective."""
         prompts = self.requests.prompts
-        size = self.flags.eval_batch_size
-        for [indices] in optimizer_steps(
-            range(len(prompts)), size, 1, dist.world_size(), dist.rank()
-        ):
-            real = [index != PADDING_ROW for index in indices]
-            answered = self._answer(prompts, [max(index, 0) for index in indices], step)
-            mine += [row for row, counts in zip(answered, real, strict=True) if counts]
-        rows = sorted(
-            (row for part in dist.gather_objects(mine) for row in part), key=lambda row: row.index
+        batches = optimizer_steps(
+            range(len(prompts)), self.flags.eval_batch_size, 1, dist.world_size(), dist.rank()
         )
+        rank_rows: list[EvaluatedPrompt] = []
+        for [indices] in batches:
+            # padding runs the first prompt again, so that all ranks have as many
+            evaluated = self._evaluated(prompts, [max(index, 0) for index in indices], step)
+            for index, row in zip(indices, evaluated, strict=True):
+                if index != PADDING_ROW:
+                    rank_rows.append(row)
+        rows = [row for rows_of_rank in dist.gather_objects(rank_rows) for row in rows_of_rank]
+        rows.sort(key=lambda row: row.index)
         faults = self.requests.count_failed_rows().faults
-        score = self.flags.eval_pass_score
-        metrics = summary(rows, score) | summary_by_source(rows, score)
+        pass_score = self.flags.eval_pass_score
+        metrics = summary(rows, pass_score) | summary_by_data_set(rows, pass_score)
         metrics["eval/function_faults"] = float(faults)
-        problem = dist.broadcast_object(self._write(rows, step) if dist.is_main() else None)
+        problem = None
+        if dist.is_main():
+            problem = self._write(rows, step)
+        problem = dist.broadcast_object(problem)
         if problem:
             raise StorageError(problem)
         mean = metrics["eval/score"]
@@ -270,13 +303,15 @@ class Evaluation:
         if self.best is None or self.best[1] == 0 or not self.flags.save_best:
             return
         if best_is_lost(self.folder / BEST, self.best[1]):
+            self.best = None
             score = before.get("eval/score", math.nan)
-            self.best = (score, 0) if math.isfinite(score) else None
+            if math.isfinite(score):
+                self.best = (score, 0)
 
-    def _answer(self, prompts: Dataset, indices: list[int], step: int) -> list[Answered]:
-        """Answers to some prompts, with their scores; each list entry is one prompt."""
+    def _evaluated(self, prompts: Dataset, indices: list[int], step: int) -> list[EvaluatedPrompt]:
+        """The prompts at `indices` with responses and their scores. Collective."""
         samples = self.config.samples
-        first = indices[0] * samples  # answers depend neither on batches nor on ranks
+        first = indices[0] * samples  # so that responses depend neither on batches nor on ranks
         rollout = self.sampler.sample(
             indices,
             STREAM,
@@ -299,12 +334,12 @@ class Evaluation:
             assert scored.old_logprobs is not None and scored.ref_logprobs is not None
             # one sum per answer
             kl = kl_k1(scored.old_logprobs, scored.ref_logprobs).sum(dim=1).tolist()
-        return answered_rows(
+        return evaluated_prompts(
             self.requests, indices, rollout, request.texts, scores, self.data_sources, kl
         )
 
-    def _write(self, rows: list[Answered], step: int) -> str | None:
-        """Write the answers; returns why they cannot be written, so that all ranks stop, or
+    def _write(self, rows: list[EvaluatedPrompt], step: int) -> str | None:
+        """Write the responses; returns why they cannot be written, so that all ranks stop, or
         None."""
         path = self.folder / "eval" / f"step_{step:06d}.jsonl"
         try:
@@ -315,9 +350,11 @@ class Evaluation:
         return None
 
 
-def json_line(row: Answered) -> str:
-    """One line of JSON, without what only some rows have where it is empty. NaN and infinity become
-    null, as in metrics.jsonl."""
-    sometimes = ("data_source", "numbers", "turns", "finals")
-    line = {name: value for name, value in asdict(row).items() if value or name not in sometimes}
+def json_line(row: EvaluatedPrompt) -> str:
+    """One line of JSON, without the fields that only some rows have where they are empty. NaN and
+    infinity become null, as in metrics.jsonl."""
+    line = asdict(row)
+    for name in ("data_source", "numbers", "turns", "finals"):
+        if not line[name]:
+            del line[name]
     return json.dumps(finite_or_null(line), allow_nan=False)

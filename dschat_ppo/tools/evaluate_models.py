@@ -36,10 +36,10 @@ from dschat_ppo.planner.number_format import dtype_for_tool
 from dschat_ppo.ppo.evaluation import (
     CUT,
     STREAM,
-    Answered,
-    answered_rows,
+    EvaluatedPrompt,
+    evaluated_prompts,
     summary,
-    summary_by_source,
+    summary_by_data_set,
 )
 from dschat_ppo.ppo.generation_settings import end_ids, greedily
 from dschat_ppo.ppo.score import RewardRequests
@@ -80,7 +80,7 @@ class Result:
     metrics: dict[str, float]  # with several data sets also "NAME/DATA SET"
     scores_by_source: dict[str, float]  # mean of each reward source
     failed_scores: int  # answers whose reward function failed, or that no source scored
-    prompts: list[Answered]  # one for each prompt; the scores are NaN if nothing scores them
+    prompts: list[EvaluatedPrompt]  # one for each prompt; the scores are NaN if nothing scores them
     # against the first model with the same decoding; None for that one, and without a reward
     wins: Share | None = None
 
@@ -260,7 +260,7 @@ def _results_of(
                 f"{checked.label}: {decoding}, {len(prompts)} prompts, {config.samples} answer(s)"
                 " to each"
             )
-            rows = list[Answered]()
+            rows = list[EvaluatedPrompt]()
             for first in range(0, len(prompts), words.batch_size):
                 indices = list(range(first, min(first + words.batch_size, len(prompts))))
                 rollout = _rollout(
@@ -270,7 +270,7 @@ def _results_of(
                 scores = mixture(reward_request, rollout)
                 if request.rewards is None:
                     scores = replace(scores, total=torch.full_like(scores.total, torch.nan))
-                rows += answered_rows(
+                rows += evaluated_prompts(
                     requests, indices, rollout, reward_request.texts, scores, data_sets
                 )
             failed_rows = requests.count_failed_rows()
@@ -343,10 +343,10 @@ def _rollout(
     return episodes.end(rollout, turns, cancelled=False, counts=True)
 
 
-def _metrics(rows: list[Answered], pass_score: float, is_scored: bool) -> dict[str, float]:
+def _metrics(rows: list[EvaluatedPrompt], pass_score: float, is_scored: bool) -> dict[str, float]:
     """Metrics of all rows and of each data set, without the prefix that they have in step 3."""
     metrics = {}
-    all_metrics = summary(rows, pass_score) | summary_by_source(rows, pass_score)
+    all_metrics = summary(rows, pass_score) | summary_by_data_set(rows, pass_score)
     for prefixed, value in all_metrics.items():
         name = prefixed.removeprefix(PREFIX)
         if is_scored or name.split("/")[0] in UNSCORED:

@@ -19,7 +19,7 @@ from dschat_ppo.episodes.shown_turns import heading, turns_of
 from dschat_ppo.episodes.tool_calls import said_and_called
 from dschat_ppo.episodes.turns import EpisodeRecord, EpisodeTurns
 from dschat_ppo.errors import UserError
-from dschat_ppo.ppo.evaluation import answered_rows, json_line
+from dschat_ppo.ppo.evaluation import evaluated_prompts, json_line
 from dschat_ppo.ppo.response_texts import response_texts
 from dschat_ppo.ppo.samples import printed_answers, sample_lines
 from dschat_ppo.ppo.score import RewardRequests
@@ -110,7 +110,7 @@ def test_samples_printed_answers_and_held_out_answers_have_turns():
     requests = RewardRequests(SimpleNamespace(names=["environment"]), None, tokenizer)
     scores = Scores(torch.ones(2), torch.ones(2, 1))
     texts = response_texts(tokenizer, rows)
-    one, two = answered_rows(requests, [4, 5], rows, texts, scores, [])
+    one, two = evaluated_prompts(requests, [4, 5], rows, texts, scores, [])
     assert (one.answers, two.answers) == (["One."], [f"First.\n{CALL}"]), "without observations"
     assert "turns" not in json.loads(json_line(one)) and json.loads(json_line(two))["turns"] == [
         turns

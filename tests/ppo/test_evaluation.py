@@ -12,7 +12,13 @@ from datasets import Dataset
 
 from dschat_ppo.config.ppo_flags import EvaluationFlags
 from dschat_ppo.errors import StorageError
-from dschat_ppo.ppo.evaluation import Answered, Evaluation, final_answer, summary, summary_by_source
+from dschat_ppo.ppo.evaluation import (
+    EvaluatedPrompt,
+    Evaluation,
+    final_answer,
+    summary,
+    summary_by_data_set,
+)
 from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.rewards.reward_source import FailedRows, RewardFunctionError, Scores
 from dschat_ppo.rollout.generator import GenerationConfig
@@ -34,8 +40,8 @@ def test_final_answers(text, expected):
     assert final_answer(text) == expected
 
 
-def answered(index, answers, scores, lengths, ended, kl=None) -> Answered:
-    return Answered(index, "p", answers, scores, lengths, ended, kl)
+def answered(index, answers, scores, lengths, ended, kl=None) -> EvaluatedPrompt:
+    return EvaluatedPrompt(index, "p", answers, scores, lengths, ended, kl)
 
 
 def test_summary_by_hand():
@@ -91,7 +97,7 @@ def test_mean_scores_by_source_by_hand():
         "eval/reward/rule_share": 0.5,
         "eval/reward/none_share": 0.0,
     }
-    by_data_set = summary_by_source(rows, 1.0)
+    by_data_set = summary_by_data_set(rows, 1.0)
     assert (
         by_data_set["eval/reward/length_mean/p"] == 2.0
         and by_data_set["eval/reward/rule_mean/q"] == 0.75
