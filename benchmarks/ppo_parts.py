@@ -145,4 +145,4 @@ def ppo_step(ppo: PPOComponents, work: Workload, step: int = 1) -> None:
     assert experience is not None and int(experience.response_mask.sum()) == work.tokens
     for minibatch in ppo.minibatches_left(experience, step):
         update(ppo, minibatch, step)
-    assert ppo.state.applied == ppo.state.updates == 1
+    assert ppo.state.actor_updates == ppo.state.updates == 1

@@ -43,8 +43,11 @@ def without_credentials(value: Any) -> Any:
         return type(value)(map(without_credentials, value))
     if not isinstance(value, str) or not ("@" in value or "=" in value):
         return value
-    setting = _URL_SETTING if "://" in value else _SETTING
-    return setting.sub(rf"\1{HIDDEN}", _USER.sub(rf"\1{HIDDEN}@", value))
+    setting = _SETTING
+    if "://" in value:
+        setting = _URL_SETTING
+    without_users = _USER.sub(rf"\1{HIDDEN}@", value)
+    return setting.sub(rf"\1{HIDDEN}", without_users)
 
 
 def remember_credentials(flag: str) -> None:
@@ -61,12 +64,14 @@ def remember_credentials(flag: str) -> None:
 
 def remember_secret(secret: str) -> None:
     """Hide this text in every later message of this process, if it is long enough to mean it."""
+    if len(secret) < _SHORTEST or secret == HIDDEN:
+        return
     content = secret.encode(errors="surrogatepass")
-    written = (secret, quote(secret, safe="", errors="surrogatepass"))
-    encoded = (base64.b64encode(content), base64.urlsafe_b64encode(content))
-    for text in (*written, *(code.decode().rstrip("=") for code in encoded)):
-        if len(secret) >= _SHORTEST and secret != HIDDEN:
-            _KNOWN[text] = None
+    texts = [secret, quote(secret, safe="", errors="surrogatepass")]
+    for code in (base64.b64encode(content), base64.urlsafe_b64encode(content)):
+        texts.append(code.decode().rstrip("="))
+    for text in texts:
+        _KNOWN[text] = None
 
 
 def is_secret_name(name: str) -> bool:
@@ -124,15 +129,14 @@ def escaped(text: str) -> str:
     line breaks and tabs stay."""
     if text.isascii() and text.isprintable():
         return text
-    return "".join(
-        (
-            ascii(each)[1:-1]
-            if each not in "\n\t" + _JOINERS
-            and unicodedata.category(each) in ("Cc", "Cf", "Cs", "Zl", "Zp")
-            else each
-        )
-        for each in text
-    )
+    characters = []
+    for character in text:
+        is_hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+        if is_hidden and character not in "\n\t" + _JOINERS:
+            characters.append(ascii(character)[1:-1])
+        else:
+            characters.append(character)
+    return "".join(characters)
 
 
 def printable_line(text: str) -> str:
@@ -146,26 +150,36 @@ def in_one_line(problem: BaseException) -> str:
     message. A message of one word, such as the key of a `KeyError`, is preceded by the name of the
     exception."""
     message = printable_line(str(problem))
-    message = message if " " in message else f"{type(problem).__name__}: {message}".rstrip(": ")
-    return message if len(message) <= MOST_CHARACTERS else f"{message[:MOST_CHARACTERS]}..."
+    if " " not in message:
+        message = f"{type(problem).__name__}: {message}".rstrip(": ")
+    if len(message) > MOST_CHARACTERS:
+        message = f"{message[:MOST_CHARACTERS]}..."
+    return message
 
 
 def counted(count: int, what: str, several: str | None = None) -> str:
     """A number and what it counts: "1 row", "2 rows"; `several` if the plural is not formed by an
     s."""
-    return f"{count} {what if count == 1 else several or f'{what}s'}"
+    if count == 1:
+        return f"{count} {what}"
+    if several is None:
+        several = f"{what}s"
+    return f"{count} {several}"
 
 
 def nearest_path(path: str | Path) -> str:
     """`; did you mean PATH?`, with the existing path that is most similar to the first part of
     `path` that does not exist; "" if none is similar."""
     with suppress(OSError):  # a folder that is not readable
-        for part in (*reversed(Path(path).parents), Path(path)):
-            if part.parent.is_dir() and not part.exists():
+        for ancestor in (*reversed(Path(path).parents), Path(path)):
+            folder = ancestor.parent
+            if folder.is_dir() and not ancestor.exists():
                 near = difflib.get_close_matches(
-                    part.name, os.listdir(part.parent), n=1, cutoff=0.65
+                    ancestor.name, os.listdir(folder), n=1, cutoff=0.65
                 )
-                return f"; did you mean {part.parent / near[0]}?" if near else ""
+                if near:
+                    return f"; did you mean {folder / near[0]}?"
+                return ""
     return ""
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +32,6 @@ from dschat_ppo.monitor.metric_sums import read
 from dschat_ppo.monitor.writers import write_config
 from dschat_ppo.types import Engine, Experience, tensors_of
 
-# Fields that are not checked: a reward source of weight 0 may return anything, and what a loss uses
-# of the recorded log-probs is in `old_logprobs` or in the weights of the importance correction.
-# Rows without `old_logprobs` use them.
-UNUSED = ("source_scores", "rollout_logprobs")
 MOST_UNSCORED = 3  # PPO steps in a row without a score, the last of which ends the run
 
 
@@ -144,13 +139,14 @@ class NonFinitePolicy:
 def bad_rows(record: Any) -> dict[str, int]:
     """Field -> how many of its rows have a NaN or infinity, in a dataclass of tensors. If it has a
     `response_mask` (B, R), fields of that shape are checked only where the mask is True."""
-    unused: tuple[str, ...] = UNUSED[:1]
+    unchecked = ["source_scores"]  # a reward source of weight 0 may return anything
     if getattr(record, "old_logprobs", None) is not None:
-        unused = UNUSED
+        # what a loss uses of them is in `old_logprobs`, or in weights of importance correction
+        unchecked.append("rollout_logprobs")
     mask = getattr(record, "response_mask", None)
     bad: dict[str, Tensor] = {}
     for name, value in tensors_of(record).items():
-        if value.is_floating_point() and name not in unused:
+        if value.is_floating_point() and name not in unchecked:
             places = ~value.isfinite()
             if mask is not None and value.shape == mask.shape:
                 places &= mask
@@ -161,7 +157,9 @@ def bad_rows(record: Any) -> dict[str, int]:
     return {name: int(rows) for name, rows in read(bad).items() if rows}  # one read for all fields
 
 
-MODEL, BUNDLE = "model", "bundle.pt"
+# the content of a bundle, besides its flags
+MODEL = "model"
+BUNDLE = "bundle.pt"
 
 
 @dataclass(frozen=True)
@@ -207,12 +205,15 @@ class ReproBundles:
 
     def _new_folder(self, step: int, rank: int) -> Path:
         """Make the new folder and remove old bundles, on rank 0."""
-        first = f"step_{step:06d}_rank_{rank}"
-        names = chain([first], (f"{first}_{number}" for number in count(2)))
+        name = f"step_{step:06d}_rank_{rank}"
         root = Path(self.config.run.folder) / "nonfinite"
         most = self.config.safety.max_nonfinite_skips + 1
         with storage_errors(root):
-            folder = next(root / name for name in names if not (root / name).exists())
+            folder = root / name
+            count = 1
+            while folder.exists():
+                count += 1
+                folder = root / f"{name}_{count}"
             folder.mkdir(parents=True)
             for old in sorted(root.glob("step_*"), key=lambda path: path.stat().st_mtime)[:-most]:
                 remove_folder(old)

@@ -151,7 +151,7 @@ class ScoreOfStep:
 
     def __call__(self, request, rollout):
         state = self.run.ppo.state
-        step = 0 if state.evaluated is None else state.steps + 1
+        step = 0 if state.metrics_before is None else state.steps + 1
         return torch.full((len(request),), (1.0, 0.5, 3.0, 2.0)[step])
 
 

@@ -48,8 +48,10 @@ SOURCE_OF_RESPONSES = 4
 class Prompts:
     """This rank's prompts of one round."""
 
-    rows: list[int]  # row numbers in the prompt data set
-    first: int  # number of the first one among all prompts of the run; it numbers the groups
+    rows: list[int]  # row indices in the prompt data set
+    # index of the first one among all prompts that the run takes; the index of a prompt there is
+    # the group of its responses
+    first: int
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,8 @@ class ExperienceCollection:
         """Begin the rounds of a PPO step."""
         self._round = 0
         self._failed_rows = FailedRows()
-        self._responses = 0  # of all rounds
-        self._left = 0  # those of them without a score
+        self._response_count = 0  # of all rounds
+        self._left_count = 0  # those of them that left their group, without a score
         self._score_numbers: list[dict[str, Tensor]] = []  # `Scores.numbers` of each round
 
     @contextmanager
@@ -130,8 +132,8 @@ class ExperienceCollection:
         takes as many as should fill the step, estimated from the share of rows kept so far."""
         count = self.plan.prompts_per_rank
         if self.pool is not None:
-            wanted = self.pool.missing / self.plan.samples / max(self.pool.kept_share, 0.1)
-            per_rank = -int(-wanted // dist.world_size())  # rounded up
+            prompts_needed = self.pool.missing / self.plan.samples / max(self.pool.kept_share, 0.1)
+            per_rank = -int(-prompts_needed // dist.world_size())  # rounded up
             count = max(1, min(count, per_rank))
         first = dist.rank() * count
         first_group = self.stream.taken + first
@@ -147,7 +149,7 @@ class ExperienceCollection:
         with self.clock.phase("rollout"):
             if self._samples_in(step):
                 rollout = self.sampler.sample(
-                    prompts.rows, *self._path(step), cancelled=stop_requests.flag_is_set
+                    prompts.rows, *self._seed_path(step), cancelled=stop_requests.flag_is_set
                 )
             else:
                 rollout = self.sampler.responses_of_the_data(prompts.rows)
@@ -166,7 +168,7 @@ class ExperienceCollection:
         draw = torch.rand((), generator=generator)
         return float(draw) < self.config.distillation.on_policy_share
 
-    def _path(self, step: int) -> tuple[int, ...]:
+    def _seed_path(self, step: int) -> tuple[int, ...]:
         """What the seeds of a round's responses are derived from."""
         if self._round == 0:
             return (step,)
@@ -188,7 +190,7 @@ class ExperienceCollection:
         with self.clock.phase("rollout"):
             rollout = self.sampler.sample(
                 prompts.rows,
-                *self._path(step),
+                *self._seed_path(step),
                 purpose="greedy",
                 config=replace(greedily(self.sampler.config), samples=1),
             )
@@ -213,10 +215,9 @@ class ExperienceCollection:
         samples = self.plan.samples
         device = rollout.prompt_ids.device
         with self.clock.phase("score"):
-            prompt_numbers = torch.arange(
-                prompts.first, prompts.first + len(prompts.rows), device=device
-            )
-            groups = prompt_numbers.repeat_interleave(samples)  # (B,)
+            end = prompts.first + len(prompts.rows)
+            groups = torch.arange(prompts.first, end, device=device)
+            groups = groups.repeat_interleave(samples)  # (B,)
             rows = self.passes(rollout, groups, self._teachers(prompts))
             if self.several_data_sets:
                 sources = self.sampler.prompts[prompts.rows]["source"]
@@ -239,7 +240,7 @@ class ExperienceCollection:
         )
 
     def _teachers(self, prompts: Prompts) -> Tensor | None:
-        """(B,) int64, the number of the teacher of each row, -1 where there is none; None if one
+        """(B,) int64, the index of the teacher of each row, -1 where there is none; None if one
         teaches all rows."""
         routes = [sources for sources, _ in self.config.teacher.teachers]
         if not any(routes):
@@ -264,15 +265,15 @@ class ExperienceCollection:
                 f" no teacher (data_source {', '.join(sorted(untaught)[:MOST_NAMES])}); nothing is"
                 " learned from their answers (said once; see distill/taught_share)"
             )
-        of_prompts = torch.tensor(teachers, device=self.sampler.device)
-        return of_prompts.repeat_interleave(self.plan.samples)
+        teacher_of_prompt = torch.tensor(teachers, device=self.sampler.device)
+        return teacher_of_prompt.repeat_interleave(self.plan.samples)
 
     def add(self, rows: ScoredRollout, step: int) -> ScoredRollout | None:
         """Add the rows of a round, of all ranks. Returns those of the PPO step once it has enough,
         or after the last round, and prints their answers if asked to. Collective."""
         self._round += 1
-        self._responses += len(rows.groups)
-        self._left += int((~rows.has_score).sum())
+        self._response_count += len(rows.groups)
+        self._left_count += int((~rows.has_score).sum())
         if isinstance(self.stream, OwnSampler):
             self.stream.update(rows.groups[rows.has_score], rows.scores[rows.has_score])
         if self.pool is not None:
@@ -281,8 +282,8 @@ class ExperienceCollection:
                 return None
         self.metrics = {
             "reward/function_faults": float(self._failed_rows.faults),
-            "rollout/unscored_share": self._failed_rows.unscored / self._responses,
-            "rollout/left_share": self._left / self._responses,
+            "rollout/unscored_share": self._failed_rows.unscored / self._response_count,
+            "rollout/left_share": self._left_count / self._response_count,
         }
         if self.sampler.episodes is not None:
             self.metrics |= self.sampler.episodes.take_metrics()
@@ -316,7 +317,9 @@ class ExperienceCollection:
     def state_dict(self) -> dict[str, Any]:
         """Position in the prompts and the rows kept for the next step; the same on every rank,
         between two steps."""
-        pool = None if self.pool is None else self.pool.state_dict()
+        pool = None
+        if self.pool is not None:
+            pool = self.pool.state_dict()
         return {"stream": self.stream.state_dict(), "pool": pool}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:

@@ -295,7 +295,7 @@ class PPOComponents:
         self.engines.train()
         minibatches = self.mini_dataset.minibatches(experience, self.config.ppo.ppo_epochs, step)
         for minibatch in islice(minibatches, self.state.updates, None):
-            if self.state.ended:
+            if self.state.updates_ended:
                 return
             report_phase(self.state.updates, self.plan.updates_per_rollout, "updates", name="train")
             yield minibatch

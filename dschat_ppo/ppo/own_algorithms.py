@@ -21,8 +21,11 @@ from dschat_ppo.config.schema import is_own_function
 from dschat_ppo.errors import UserError
 from dschat_ppo.types import Experience, FinishReason
 
-METRICS, SAMPLER = "--metrics", "--sampler"
-_B, _R = 4, 3
+METRICS = "--metrics"
+SAMPLER = "--sampler"
+# shape of the made-up rows
+_B = 4
+_R = 3
 
 
 def check_own_functions(config: PPOConfig) -> None:
@@ -46,79 +49,89 @@ def check_own_functions(config: PPOConfig) -> None:
     if config.ppo.sampler is not None:
         if not is_own_function(config.ppo.sampler):
             raise UserError(f"{SAMPLER} {config.ppo.sampler}: expected FILE.py:CLASS")
-        tried = OwnSampler(config.ppo.sampler, [{}] * _B, 0)
-        tried.take(_B)
-        tried.update(torch.arange(_B), torch.zeros(_B))
-        tried.load_state_dict(tried.state_dict())
+        sampler = OwnSampler(config.ppo.sampler, [{}] * _B, 0)
+        sampler.take(_B)
+        sampler.update(torch.arange(_B), torch.zeros(_B))
+        sampler.load_state_dict(sampler.state_dict())
 
 
 class OwnSampler:
     """Chooses prompts by the class of `--sampler`, in place of an `IndexStream`. What its methods
-    return on rank 0 holds for all ranks. `rows`: the data row of each prompt. Its methods are
-    collective."""
+    return on rank 0 holds for all ranks. Its methods are collective.
+
+    Attributes:
+        name: `FILE.py:CLASS`.
+        row_count: of the prompts.
+        order: the row indices of all prompts that were taken; rows of a rollout name their prompt
+            by its index in this list, their group.
+        chooser: the object of the user's class.
+    """
 
     def __init__(self, name: str, rows: Sequence[dict[str, Any]], seed: int):
+        """Make an object of the class; `rows`: the data row of each prompt."""
         self.name = name
-        self.count = len(rows)
-        self.order = list[int]()  # of all prompts taken; its places number the groups
+        self.row_count = len(rows)
+        self.order = list[int]()
         with running_own(f"{SAMPLER} {name}:", name):
-            self.own = own_function(SAMPLER, name)(rows, seed)
+            self.chooser = own_function(SAMPLER, name)(rows, seed)
 
     @property
     def taken(self) -> int:
         return len(self.order)
 
     def take(self, count: int) -> list[int]:
-        """The next `count` prompts."""
+        """The row indices of the next `count` prompts."""
         with running_own(f"{SAMPLER} {self.name}: take({count}):", self.name):
-            found = [int(index) for index in self.own.take(count)]
-            if len(found) != count or not all(0 <= index < self.count for index in found):
+            indices = [int(index) for index in self.chooser.take(count)]
+            if len(indices) != count or not all(0 <= index < self.row_count for index in indices):
                 raise ValueError(
-                    f"it must return {count} numbers from 0 to {self.count - 1}, got {found[:8]}"
+                    f"it must return {count} numbers from 0 to {self.row_count - 1}, got"
+                    f" {indices[:8]}"
                 )
-        found = dist.broadcast_object(found)
-        self.order += found
-        return found
+        indices = dist.broadcast_object(indices)
+        self.order += indices
+        return indices
 
     def update(self, groups: Tensor, scores: Tensor) -> None:
-        """Tell it the scores (N,) of answers, whose prompts have the numbers `groups` (N,)."""
-        if hasattr(self.own, "update"):
+        """Tell it the scores of responses (N,), whose prompts have the indices `groups` (N,) in
+        `order`."""
+        if hasattr(self.chooser, "update"):
             with running_own(f"{SAMPLER} {self.name}: update:", self.name):
-                self.own.update([self.order[number] for number in groups.tolist()], scores.tolist())
+                indices = [self.order[group] for group in groups.tolist()]
+                self.chooser.update(indices, scores.tolist())
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, with that of the class if it has any."""
+        """The order, and the state of the user's object if it has any."""
+        state = None
         with running_own(f"{SAMPLER} {self.name}: state_dict:", self.name):
-            if hasattr(self.own, "state_dict"):
-                own = self.own.state_dict()
-            else:
-                own = None
-        return {"order": list(self.order), "own": dist.broadcast_object(own)}
+            if hasattr(self.chooser, "state_dict"):
+                state = self.chooser.state_dict()
+        return {"order": list(self.order), "chooser": dist.broadcast_object(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict()`."""
         self.order = list(state["order"])
-        if state["own"] is not None:
+        if state["chooser"] is not None:
             with running_own(f"{SAMPLER} {self.name}: load_state_dict:", self.name):
-                self.own.load_state_dict(state["own"])
+                self.chooser.load_state_dict(state["chooser"])
 
 
 def own_metrics(names: Sequence[str], rows: Experience) -> dict[str, float]:
     """The numbers that the functions of `--metrics` give for the N rows of a PPO step, by
     `own/NAME`."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name in names:
-        found |= _try(METRICS, name, partial(_numbers_of, name), rows)
-    return found
+        metrics |= _try(METRICS, name, partial(_metrics_of, name), rows)
+    return metrics
 
 
-def _numbers_of(name: str, function: Callable[..., Any], rows: Experience) -> dict[str, float]:
-    """A number under the function's name, or a dict of numbers."""
-    found = function(rows)
-    if isinstance(found, Mapping):
-        by_name = found
-    else:
-        by_name = {name.rpartition(":")[2]: found}
+def _metrics_of(name: str, function: Callable[..., Any], rows: Experience) -> dict[str, float]:
+    """What a function of `--metrics` returns: a number, by the function's name, or a dict of
+    numbers."""
+    result = function(rows)
+    by_name = result
+    if not isinstance(result, Mapping):
+        by_name = {name.rpartition(":")[2]: result}
     for key, value in by_name.items():
         is_number = isinstance(value, numbers.Real) or (
             isinstance(value, Tensor) and value.numel() == 1
@@ -134,12 +147,15 @@ def _numbers_of(name: str, function: Callable[..., Any], rows: Experience) -> di
 def _try(
     flag: str, name: str, check: Callable[[Callable[..., Any], Experience], Any], rows: Experience
 ) -> Any:
+    """What `check` returns for the function that a flag names; `UserError` with the flag if it
+    raises anything."""
     function = own_function(flag, name)
     with running_own(f"{flag} {name}:", name):
         return check(function, rows)
 
 
 def _check_estimator(function: Callable[..., Any], rows: Experience) -> None:
+    """Check that an estimator returns advantages and returns of the made-up rows."""
     inputs = AdvantageInputs(
         rows.rewards,
         None,
@@ -152,53 +168,54 @@ def _check_estimator(function: Callable[..., Any], rows: Experience) -> None:
         source_scores=rows.source_scores,
         source_weights=torch.ones(1).double(),
     )
-    found = function(inputs)
-    if not (isinstance(found, tuple) and len(found) == 2):
-        raise TypeError(f"it must return (advantages, returns), not {type(found).__name__}")
-    for word, values in zip(("advantages", "returns"), found, strict=True):
+    estimates = function(inputs)
+    if not (isinstance(estimates, tuple) and len(estimates) == 2):
+        raise TypeError(f"it must return (advantages, returns), not {type(estimates).__name__}")
+    for word, values in zip(("advantages", "returns"), estimates, strict=True):
         _require_per_token(word, values, rows.rewards)
         if values[~rows.response_mask].any():
             raise ValueError(f"{word} must be 0 outside response_mask")
 
 
 def _check_loss(function: Callable[..., Any], rows: Experience) -> None:
+    """Check that a policy loss returns losses of the made-up rows that have a gradient."""
     assert rows.old_logprobs is not None
     logprobs = rows.old_logprobs.clone().requires_grad_()
     terms = PolicyTerms(logprobs, rows.old_logprobs, rows.advantages, rows.loss_mask)
-    found = function(terms, PolicyLossSettings())
-    if not isinstance(found, TokenLosses):
-        raise TypeError(f"it must return TokenLosses, not {type(found).__name__}")
-    _require_per_token("losses", found.losses, logprobs)
-    _require_per_token("ratio", found.ratio, logprobs)
-    _require_per_token("clipped", found.clipped, rows.loss_mask)
-    if not found.losses.requires_grad:
+    token_losses = function(terms, PolicyLossSettings())
+    if not isinstance(token_losses, TokenLosses):
+        raise TypeError(f"it must return TokenLosses, not {type(token_losses).__name__}")
+    _require_per_token("losses", token_losses.losses, logprobs)
+    _require_per_token("ratio", token_losses.ratio, logprobs)
+    _require_per_token("clipped", token_losses.clipped, rows.loss_mask)
+    if not token_losses.losses.requires_grad:
         raise ValueError("losses have no gradient: they must be computed from terms.logprobs")
-    if found.losses[~rows.loss_mask].any():
+    if token_losses.losses[~rows.loss_mask].any():
         raise ValueError("losses must be 0 outside terms.mask")
 
 
 def _require_per_token(word: str, values: Any, like: Tensor) -> None:
+    """Check that `values`, which messages call `word`, is a finite tensor of the shape and dtype of
+    `like`."""
     if not isinstance(values, Tensor) or values.shape != like.shape or values.dtype != like.dtype:
+        got = type(values).__name__
         if isinstance(values, Tensor):
             got = f"{tuple(values.shape)} {values.dtype}"
-        else:
-            got = type(values).__name__
         raise ValueError(f"{word} must be a tensor {tuple(like.shape)} {like.dtype}, got {got}")
     if values.is_floating_point() and not bool(values.isfinite().all()):
         raise ValueError(f"{word} are not finite")
 
 
 def made_up_rows() -> Experience:
-    """Two answers to each of two prompts, of 3, 2, 1 and 0 tokens."""
+    """Two responses to each of two prompts, of 3, 2, 1 and 0 tokens."""
     mask = torch.arange(_R) < torch.tensor([[3], [2], [1], [0]])  # (B, R)
     scores = torch.tensor([1.0, 0.0, -1.0, 2.0])  # (B,)
     per_token = torch.where(mask, torch.linspace(-1.0, -0.1, _B * _R).view(_B, _R), 0.0)  # (B, R)
-    made: dict[str, Tensor] = {
-        field.name: per_token
-        for field in fields(Experience)
-        if field.default is MISSING and field.name != "selected"
-    }
-    made |= {
+    columns: dict[str, Tensor] = {}
+    for field in fields(Experience):
+        if field.default is MISSING and field.name != "selected":
+            columns[field.name] = per_token
+    columns |= {
         "prompt_ids": torch.ones(_B, 2, dtype=torch.int64),
         "prompt_mask": torch.ones(_B, 2, dtype=torch.bool),
         "response_ids": torch.ones(_B, _R, dtype=torch.int64),
@@ -213,4 +230,4 @@ def made_up_rows() -> Experience:
         "row_indices": torch.arange(_B),
         "loss_weights": mask.float(),
     }
-    return Experience(**made, selected=None)
+    return Experience(**columns, selected=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -27,8 +28,10 @@ def texts_of(
     tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor, skip_special_tokens: bool
 ) -> list[str]:
     """The real tokens of each row, `ids` and `mask` (B, T), as text."""
-    ids, mask = ids.cpu(), mask.cpu()  # at once, not two waits for each row
-    rows = [row[real].tolist() for row, real in zip(ids, mask, strict=True)]
+    # to the CPU at once, not two waits for each row
+    rows = []
+    for row_ids, row_mask in zip(ids.cpu(), mask.cpu(), strict=True):
+        rows.append(row_ids[row_mask].tolist())
     return list(tokenizer.batch_decode(rows, skip_special_tokens=skip_special_tokens))
 
 
@@ -42,8 +45,14 @@ def response_texts(
 
     Observations are in `episode` and `turns` alone. `final` is the last message of the model
     without its thoughts and calls; "" if it ends inside a thought. A response of one turn without
-    thoughts has one text. `tools`: of each row, () if none has any; only the calls of an episode
-    with tools are calls. `messages`: of each row those of its episode.
+    thoughts has one text.
+
+    Args:
+        tokenizer: of the actor.
+        rollout: B rows.
+        tools: those of each row; () if no row has any. Only in an episode with tools a call is read
+            as one.
+        messages: those of the episode of each row; () without episodes.
     """
     has_turns = rollout.episode_lengths is not None
     rows = zip(
@@ -57,68 +66,106 @@ def response_texts(
     )
     texts = list[ResponseText]()
     for row, (prompt, ids, mask, length, episode, turns) in enumerate(rows):
-        own_tools = tools[row] if tools and has_turns else []
-        spoken, finals, thoughts = list[str](), list[str](), list[str]()
-        before, end = prompt, 0
-        for is_action, run in groupby(mask[:length]):
-            start, end = end, end + len(list(run))
-            tokens = ids[start:end]
-            if is_action:
-                is_opened = ends_in_thought(tokenizer, before)
-                final, thought = _said_and_thought(tokenizer, tokens, own_tools, is_opened)
-                finals.append(final)
-                thoughts.append(thought)
-                bare = str(tokenizer.decode(tokens, skip_special_tokens=True))
-                spoken.append(without_final(tokenizer, bare)[0])
-            before = tokens
-        is_plain = len(spoken) == 1 and not turns
-        whole = episode if is_plain else "\n".join(spoken)
-        final = finals[-1] if finals else ""
-        if is_plain and not own_tools and "".join(spoken) == final:
-            final = episode  # decoded where it stands
+        row_tools: list[Any] = []
+        if tools and has_turns:
+            row_tools = tools[row]
+        actions = _actions(tokenizer, prompt, ids[:length], mask[:length], row_tools)
+        spoken = "\n".join(action.text for action in actions)
+        final = ""
+        if actions:
+            final = actions[-1].final
+        if len(actions) == 1 and not turns:
+            # the text decoded after its prompt, which may begin with a space
+            if not row_tools and final == spoken:
+                final = episode
+            spoken = episode
         texts.append(
             ResponseText(
-                spoken=whole,
+                spoken=spoken,
                 final=final,
-                thoughts="\n\n".join(filter(None, thoughts)),
+                thoughts="\n\n".join(action.thoughts for action in actions if action.thoughts),
                 episode=episode,
-                turns=turns or [{"role": "model", "text": whole}],
+                turns=turns or [{"role": "model", "text": spoken}],
                 messages=messages[row] if messages else None,
             )
         )
     return texts
 
 
-def _said_and_thought(
+@dataclass(frozen=True)
+class _Action:
+    """What the model wrote in one turn."""
+
+    text: str  # all of it
+    final: str  # without thoughts and calls
+    thoughts: str
+
+
+def _actions(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: list[int],
+    ids: list[int],
+    mask: list[bool],
+    tools: list[Any],
+) -> list[_Action]:
+    """The actions of a response, which are the runs of True in its `mask`; the other tokens of
+    `ids` are observations. `prompt`: the last tokens of the prompt."""
+    actions = []
+    before = prompt
+    start = 0
+    for is_action, run in groupby(mask):
+        end = start + len(list(run))
+        tokens = ids[start:end]
+        if is_action:
+            is_opened = ends_in_thought(tokenizer, before)
+            final, thoughts = _final_and_thoughts(tokenizer, tokens, tools, is_opened)
+            decoded_text = str(tokenizer.decode(tokens, skip_special_tokens=True))
+            text, _ = without_final(tokenizer, decoded_text)
+            actions.append(_Action(text, final, thoughts))
+        before = tokens
+        start = end
+    return actions
+
+
+def _final_and_thoughts(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], tools: list[Any], is_opened: bool
 ) -> tuple[str, str]:
-    """What an action says, without its thoughts and calls, and its thoughts."""
+    """What an action says, without its thoughts and calls, and its thoughts. `is_opened`: whether
+    what precedes it ends inside a thought."""
     message, malformed = read_action(tokenizer, ids, tools, is_opened)
-    said, thought = str(message["content"]), str(message.get("reasoning_content", ""))
+    final = str(message["content"])
+    thoughts = str(message.get("reasoning_content", ""))
     if malformed is not None:  # a call that cannot be read is a call
         text, _ = without_final(tokenizer, decoded(tokenizer, ids))
-        reply = read_reply(said_and_called(text, is_opened)[0], is_opened)
-        said, thought = reply.rest, reply.thoughts
+        text_before_call, _ = said_and_called(text, is_opened)
+        reply = read_reply(text_before_call, is_opened)
+        final = reply.rest
+        thoughts = reply.thoughts
     for token in tokenizer.all_special_tokens:
-        said = said.replace(token, "")
-    return said, thought
+        final = final.replace(token, "")
+    return final, thoughts
 
 
 def episode_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:
     """All tokens after each prompt as text, without special tokens and the EOS that ended them.
-    They are decoded where they stand: tokenizers such as Llama's drop the space with which a text
-    begins."""
+    They are decoded after the end of their prompt: tokenizers such as Llama's drop the space with
+    which a text begins."""
     lengths = rollout.response_lengths - (rollout.finish_reason == FinishReason.EOS).long()  # (B,)
     columns = torch.arange(rollout.response_mask.shape[1], device=lengths.device)
     is_text = columns < lengths.unsqueeze(1)  # (B, R)
-    # prompts are padded on the left
-    near = slice(max(0, rollout.prompt_ids.shape[1] - _CONTEXT), None)
-    ids, mask = rollout.prompt_ids[:, near], rollout.prompt_mask[:, near]
-    prompts = texts_of(tokenizer, ids, mask, skip_special_tokens=True)
-    all_ids = torch.cat([ids, rollout.response_ids], dim=1)
-    joined = texts_of(tokenizer, all_ids, torch.cat([mask, is_text], dim=1), True)
+    # the last tokens of each prompt, which is padded on the left
+    first = max(0, rollout.prompt_ids.shape[1] - _CONTEXT)
+    prompt_ids = rollout.prompt_ids[:, first:]
+    prompt_mask = rollout.prompt_mask[:, first:]
+    prompts = texts_of(tokenizer, prompt_ids, prompt_mask, skip_special_tokens=True)
+    joined_ids = torch.cat([prompt_ids, rollout.response_ids], dim=1)
+    joined_mask = torch.cat([prompt_mask, is_text], dim=1)
+    joined = texts_of(tokenizer, joined_ids, joined_mask, skip_special_tokens=True)
     alone = texts_of(tokenizer, rollout.response_ids, is_text, skip_special_tokens=True)
-    return [
-        both.removeprefix(prompt) if both.startswith(prompt) else text
-        for prompt, both, text in zip(prompts, joined, alone, strict=True)
-    ]
+    texts = []
+    for prompt, prompt_and_response, response in zip(prompts, joined, alone, strict=True):
+        if prompt_and_response.startswith(prompt):
+            texts.append(prompt_and_response.removeprefix(prompt))
+        else:
+            texts.append(response)
+    return texts

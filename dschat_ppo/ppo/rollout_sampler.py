@@ -124,29 +124,26 @@ class RolloutSampler:
             first = dist.rank() * len(indices) * config.samples
         if step is None:
             step = path[0]
-        if self.episodes is not None:
-            # one seed for each prompt: its episodes begin alike
-            seeds = row_seeds(first // config.samples, len(indices), self.seed, *path).tolist()
-            name = "/".join(str(part) for part in (purpose, *path))
-            key = RolloutKey(step, name, first)
-            batch, turns = self.episodes.begin(
-                prompts, indices, config.samples, seeds, cancelled, key
-            )
-            seeds_of_rows = row_seeds(first, len(indices) * config.samples, self.seed, *path)
-            # some environments begin in several ways: then each row has its own prompt
-            samples = len(seeds_of_rows) // len(batch.prompt_ids)
-            rollout = self._generate(
-                batch, seeds_of_rows, replace(config, samples=samples), cancelled, turns
-            )
-            counts = purpose == "sampled"
-            return self.episodes.end(rollout, turns, cancelled(), counts)
-        seeds_of_rows = row_seeds(first, len(indices) * config.samples, self.seed, *path)
-        if self.hybrid.parallel is not None:
-            return self._sample_together(
-                self.hybrid.parallel, prompts, indices, seeds_of_rows, config, cancelled
-            )
-        batch = collate_prompts(prompts, indices, self.pad_id)
-        return self._generate(batch, seeds_of_rows, config, cancelled)
+        seeds = row_seeds(first, len(indices) * config.samples, self.seed, *path)
+        if self.episodes is None:
+            if self.hybrid.parallel is not None:
+                return self._sample_together(
+                    self.hybrid.parallel, prompts, indices, seeds, config, cancelled
+                )
+            batch = collate_prompts(prompts, indices, self.pad_id)
+            return self._generate(batch, seeds, config, cancelled)
+
+        # one seed for each prompt: its episodes begin alike
+        prompt_seeds = row_seeds(first // config.samples, len(indices), self.seed, *path).tolist()
+        name = "/".join(str(word) for word in (purpose, *path))
+        key = RolloutKey(step, name, first)
+        batch, turns = self.episodes.begin(
+            prompts, indices, config.samples, prompt_seeds, cancelled, key
+        )
+        # some environments begin in several ways: then each row has its own prompt
+        samples = len(seeds) // len(batch.prompt_ids)
+        rollout = self._generate(batch, seeds, replace(config, samples=samples), cancelled, turns)
+        return self.episodes.end(rollout, turns, cancelled(), counts=purpose == "sampled")
 
     def _sample_together(
         self,

@@ -21,49 +21,52 @@ from dschat_ppo.types import FinishReason, ScoredRollout, row_lengths, select_ro
 
 @dataclass(frozen=True)
 class Samples:
-    """Writes `count` answers of the first PPO step, and of every so many."""
+    """Writes responses of the first PPO step, and of every `every`th."""
 
     lines: JsonLines
-    every: int  # 0: of none
-    count: int
+    every: int  # PPO steps; 0: none is written
+    count: int  # responses of a PPO step, at most
     tokenizer: PreTrainedTokenizerBase
     sources: Sequence[str]  # names of the reward sources in the order of `source_scores`
-    # names of the data sets in the order of their numbers in the rows
+    # names of the data sets, which the rows index
     data_sources: Sequence[str] = ()
 
     def is_due(self, step: int) -> bool:
-        """Whether answers of PPO step `step` are written."""
+        """Whether responses of PPO step `step` are written."""
         return self.every > 0 and (step == 1 or step % self.every == 0)
 
     def write(self, step: int, rows: ScoredRollout) -> list[dict[str, Any]]:
-        """Write answers of PPO step `step`, of the rows of all ranks, and return them; only rank 0
-        does anything."""
+        """Write responses of PPO step `step` and return their lines; [] on other ranks than 0.
+        `rows`: those of all ranks."""
         if not dist.is_main():
             return []
         if rows.sampled_mask is not None:  # those that left their group too
             rows = replace(rows, response_mask=rows.sampled_mask)
         scores = rows.scores.nan_to_num(nan=-math.inf)  # without a score: below the others
-        index = shown_rows(rows.groups.tolist(), scores.tolist(), self.count)
-        shown = to_device(select_rows(rows, torch.tensor(index, device=rows.groups.device)), "cpu")
-        lines = sample_lines(shown, self.tokenizer, self.sources, self.data_sources)
+        row_indices = best_and_worst_rows(rows.groups.tolist(), scores.tolist(), self.count)
+        index = torch.tensor(row_indices, device=rows.groups.device)
+        written_rows = to_device(select_rows(rows, index), "cpu")
+        lines = sample_lines(written_rows, self.tokenizer, self.sources, self.data_sources)
         self.lines.append({"step": step, **line} for line in lines)
         return lines
 
 
-def shown_rows(groups: Sequence[int], scores: Sequence[float], count: int) -> list[int]:
-    """At most `count` rows: of each prompt, in the order of the run, the answer with the highest
+def best_and_worst_rows(groups: Sequence[int], scores: Sequence[float], count: int) -> list[int]:
+    """At most `count` rows: of each prompt, in the order of the run, the response with the highest
     and the one with the lowest score. Of equal scores, the first row is the highest and the last
-    the lowest. `groups`: the number of each row's prompt."""
-    members: dict[int, list[int]] = {}
+    the lowest. `groups`: the index of each row's prompt."""
+    rows_of_group: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
-        members.setdefault(group, []).append(row)
-    found: list[int] = []
-    for group in sorted(members):
-        ranked = sorted(members[group], key=lambda row: -scores[row])
-        found += [ranked[0], ranked[-1]] if len(ranked) > 1 else ranked
-        if len(found) >= count:
+        rows_of_group.setdefault(group, []).append(row)
+    rows: list[int] = []
+    for group in sorted(rows_of_group):
+        ranked = sorted(rows_of_group[group], key=lambda row: -scores[row])
+        rows.append(ranked[0])
+        if len(ranked) > 1:
+            rows.append(ranked[-1])
+        if len(rows) >= count:
             break
-    return found[:count]
+    return rows[:count]
 
 
 def sample_lines(
@@ -82,12 +85,12 @@ def sample_lines(
     if rows.ref_logprobs is not None:
         kl = (kl_k1(rows.policy_logprobs, rows.ref_logprobs).sum(dim=1) / lengths).tolist()
     lines = []
-    for row, (prompt, answer, turns) in enumerate(
-        zip(prompts, answers, turns_of(tokenizer, rows), strict=True)
-    ):
-        named = zip(sources, rows.source_scores[row].tolist(), strict=True)
-        # only those that score it
-        by_source = {name: score for name, score in named if not math.isnan(score)}
+    texts = zip(prompts, answers, turns_of(tokenizer, rows), strict=True)
+    for row, (prompt, answer, turns) in enumerate(texts):
+        by_source = {}  # of the sources that score it
+        for name, score in zip(sources, rows.source_scores[row].tolist(), strict=True):
+            if not math.isnan(score):
+                by_source[name] = score
         line = {
             "prompt": prompt,
             "answer": answer,
@@ -113,28 +116,37 @@ def printed_answers(step: int, lines: Sequence[dict[str, Any]]) -> str:
         "stop": "ended by a stop string",
         "length": "cut at the length limit",
     }
-    parts = [f"PPO step {step}: {len(lines)} answers"]
-    for number, line in enumerate(lines, start=1):
-        by_source = ", ".join(f"{name} {score:.3f}" for name, score in line["scores"].items())
-        if math.isnan(line["score"]):
-            score = "none"
-        else:
+    blocks = [f"PPO step {step}: {len(lines)} answers"]
+    for position, line in enumerate(lines, start=1):
+        score = "none"
+        if not math.isnan(line["score"]):
             score = f"{line['score']:.3f}"
         if len(line["scores"]) > 1:
-            score += f" ({by_source})"
-        parts.append(f"[{number}] score {score}, {line['length']} tokens, {ended[line['ended']]}")
-        parts.append(_indented("prompt", line["prompt"]))
-        turns = [_indented(heading(turn), turn["text"]) for turn in line.get("turns", ())]
-        parts += turns or [_indented("answer", line["answer"])]
-    return "\n".join(parts)
+            by_source = [f"{name} {value:.3f}" for name, value in line["scores"].items()]
+            score += f" ({', '.join(by_source)})"
+        blocks.append(
+            f"[{position}] score {score}, {line['length']} tokens, {ended[line['ended']]}"
+        )
+        blocks.append(_labelled("prompt", line["prompt"]))
+        turns = line.get("turns", [])
+        for turn in turns:
+            blocks.append(_labelled(heading(turn), turn["text"]))
+        if not turns:
+            blocks.append(_labelled("answer", line["answer"]))
+    return "\n".join(blocks)
 
 
-def _indented(name: str, text: str) -> str:
-    """The text after its name. Control characters, which could move the cursor or change colours,
-    are replaced."""
-    lines = text.expandtabs().split("\n")
-    safe = [
-        "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
-        for line in lines
-    ]
-    return f"    {name}: " + f"\n{' ' * (len(name) + 6)}".join(safe)
+def _labelled(label: str, text: str) -> str:
+    """The text after its label, its further lines below its first one. Control characters, which
+    could move the cursor or change colours, are replaced."""
+    prefix = f"    {label}: "
+    line_break = "\n" + " " * len(prefix)
+    characters = []
+    for character in text.expandtabs():
+        if character == "\n":
+            characters.append(line_break)
+        elif character.isprintable():
+            characters.append(character)
+        else:
+            characters.append("\N{REPLACEMENT CHARACTER}")
+    return prefix + "".join(characters)

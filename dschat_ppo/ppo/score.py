@@ -42,17 +42,17 @@ from dschat_ppo.types import (
 
 @dataclass(eq=False)
 class RewardRequests:
-    """What the reward sources score: answers as text, with the data rows of their prompts."""
+    """What the reward sources score: responses as text, with the data rows of their prompts."""
 
     mixture: RewardMixture  # scores them
     prompts: Dataset  # token rows, with the data row of each as JSON
     tokenizer: PreTrainedTokenizerBase
     episodes: EpisodeRollouts | None = None  # whose messages TRL's functions read
-    _has_counted: bool = False
+    _has_counted: bool = False  # whether `count_failed_rows` was called
 
     def request(self, rollout: Rollout, indices: list[int], steps_done: int) -> RewardRequest:
-        """The request that the sources receive, for answers to the prompts at `indices`: the same
-        number to each, one prompt after another.
+        """The request that the sources receive, for responses to the prompts at `indices`: equally
+        many to each, one prompt after another. `steps_done`: finished PPO steps.
 
         Prompts keep the special tokens of a chat template, but not the actor's BOS. Responses lose
         the EOS that ended them.
@@ -62,15 +62,16 @@ class RewardRequests:
         rows = [row for row in data for _ in range(samples)]
         messages = list[list[Message] | None]()
         if self.episodes is not None and rollout.episode_ids is not None:
-            messages = [
-                self.episodes.messages.get(number) for number in rollout.episode_ids.tolist()
-            ]
+            for episode_id in rollout.episode_ids.tolist():
+                messages.append(self.episodes.messages.get(episode_id))
 
         def decode() -> tuple[list[str], list[ResponseText]]:
-            ids, mask, bos = rollout.prompt_ids, rollout.prompt_mask, self.tokenizer.bos_token_id
+            mask = rollout.prompt_mask
+            bos = self.tokenizer.bos_token_id
             if bos is not None:  # with it, tokenizers such as Llama's put a space before the text
-                mask = mask & ~((ids == bos) & (mask.cumsum(dim=1) == 1))
-            prompts = texts_of(self.tokenizer, ids, mask, skip_special_tokens=False)
+                is_first = mask.cumsum(dim=1) == 1
+                mask = mask & ~((rollout.prompt_ids == bos) & is_first)
+            prompts = texts_of(self.tokenizer, rollout.prompt_ids, mask, skip_special_tokens=False)
             tools = [row.get(TOOLS) or [] for row in rows]
             return prompts, response_texts(self.tokenizer, rollout, tools, messages)
 
@@ -87,14 +88,15 @@ class RewardRequests:
         )
 
     def count_failed_rows(self) -> FailedRows:
-        """Answers of all ranks since the last count that a function failed on or that no source
+        """Responses of all ranks since the last count that a function failed on or that no source
         scored. Collective.
 
-        The first count raises `RewardFunctionError` if a function failed on every answer or no
+        The first count raises `RewardFunctionError` if a function failed on every response or no
         source scored any: then the function itself or its route is wrong.
         """
-        refuse_all, self._has_counted = not self._has_counted, True
-        return self.mixture.count_failed_rows(refuse_all)
+        is_first_count = not self._has_counted
+        self._has_counted = True
+        return self.mixture.count_failed_rows(is_first_count)
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class ForwardPasses:
 
         Args:
             rollout: B rows.
-            groups: (B,) int64, number of each row's prompt.
+            groups: (B,) int64, index of each row's prompt.
             teachers: (B,) int64, index of each row's teacher, where there are several.
         """
         for model in (self.actor, self.reference, self.critic):
@@ -145,12 +147,13 @@ class ForwardPasses:
         prompts = None
         if share_prompts(self.actor, self.reference, self.critic):
             prompts = prompts_of(batch)
+        # the last of `micro_batches` may be repeated, so that all ranks run as many
         micro_batches, count = even_passes(row_lengths(batch), self.micro_batch_tokens, prompts)
         results: list[ForwardedRollout] = []
-        for number, row_indices in enumerate(micro_batches, start=1):
+        for row_indices in micro_batches:
             heartbeat()
             results.append(self._micro_batch(select_rows(batch, row_indices)))
-            report_phase(number, len(micro_batches), "batches")
+            report_phase(len(results), len(micro_batches), "batches")
         order = torch.argsort(torch.cat(micro_batches[:count]))  # the order of the rollout
         rank_rows = order.chunk(dist.sequence_ranks())[dist.sequence_rank()]
         return select_rows(concat_rows(results[:count]), rank_rows)
@@ -206,12 +209,12 @@ class ForwardPasses:
         self.actor.eval()
         micro_batches, count = even_passes(row_lengths(rollout), self.micro_batch_tokens)
         logprobs = torch.zeros(rollout.response_mask.shape, device=rollout.response_mask.device)
-        for number, row_indices in enumerate(micro_batches):
+        for position, row_indices in enumerate(micro_batches):
             rows = select_rows(rollout, row_indices)
             outputs = response_logprobs(
                 self.actor, rows, self.temperature, minimum_length=self.minimum_length
             )
-            if number < count:  # the others repeat the last one
+            if position < count:  # the others repeat the last one
                 width = outputs.logprobs.shape[1]
                 logprobs[row_indices, :width] = outputs.logprobs
         return logprobs

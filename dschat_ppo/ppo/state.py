@@ -11,15 +11,19 @@ import torch
 from dschat_ppo.common import dist
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo.update import EngineObjective, Outcome
-from dschat_ppo.types import (
-    Experience,
-    record_of,
-    tensors_of,
-    to_device,
-)
+from dschat_ppo.types import Experience, record_of, tensors_of, to_device
 
-# of `PPOState`, as they are
-SAVED = "steps", "updates", "applied", "ended", "metrics", "evaluated", "first", "last"
+# fields of `PPOState` that a checkpoint holds as they are
+SAVED = (
+    "steps",
+    "updates",
+    "actor_updates",
+    "updates_ended",
+    "metrics",
+    "metrics_before",
+    "first_metrics",
+    "last_metrics",
+)
 
 
 @dataclass
@@ -28,19 +32,20 @@ class PPOState:
 
     steps: int = 0  # finished PPO steps
     updates: int = 0  # optimizer steps of the PPO step in flight
-    applied: int = 0  # those of them that updated the actor
-    ended: bool = False  # a limit ended the updates of the PPO step in flight
+    actor_updates: int = 0  # those of them that updated the actor
+    updates_ended: bool = False  # a limit ended the updates of the PPO step in flight
     # of all ranks; None between two PPO steps, or if not finite
     experience: Experience | None = None
     # of the experience in flight, with gradients that wait for its only update
     critic_pass: EngineObjective | None = None
     # of the PPO step in flight, known so far
     metrics: dict[str, float] = field(default_factory=dict)
-    sums: MetricSums = field(default_factory=MetricSums)  # metrics of the updates, this rank's part
-    # metrics before the first PPO step; None: not evaluated yet
-    evaluated: dict[str, float] | None = None
-    first: dict[str, float] = field(default_factory=dict)  # metrics of the first finished PPO step
-    last: dict[str, float] = field(default_factory=dict)  # of the last one
+    # metrics of its updates, as sums over this rank's tokens
+    sums: MetricSums = field(default_factory=MetricSums)
+    # those of the evaluation before the first PPO step; None: not evaluated yet
+    metrics_before: dict[str, float] | None = None
+    first_metrics: dict[str, float] = field(default_factory=dict)  # of the first finished PPO step
+    last_metrics: dict[str, float] = field(default_factory=dict)  # of the last one
 
     def begin_updates(self, experience: Experience | None, metrics: dict[str, float]) -> None:
         """Start the updates of a PPO step. Without experience it has none."""
@@ -49,7 +54,9 @@ class PPOState:
         self.sums = MetricSums()
         if experience is None:
             self.critic_pass = None
-        self.updates, self.applied, self.ended = 0, 0, False
+        self.updates = 0
+        self.actor_updates = 0
+        self.updates_ended = False
 
     def count_update(self, outcome: Outcome) -> None:
         """Count an optimizer step and its metrics, and keep the old log-probs that it has computed.
@@ -67,35 +74,35 @@ class PPOState:
         for role, norm in outcome.grad_norms.items():
             self.sums.add_mean(f"optim/grad_norm/{role}", torch.tensor([norm], device=device), once)
         if self.updates == 0:
-            first = self.sums.reduce()
-            for name in ("mean", "max"):
-                if f"policy/log_ratio_abs_{name}" in first:
-                    self.metrics[f"policy/first_log_ratio_abs_{name}"] = first[
-                        f"policy/log_ratio_abs_{name}"
-                    ]
+            metrics = self.sums.reduce()
+            for statistic in ("mean", "max"):
+                log_ratio = metrics.get(f"policy/log_ratio_abs_{statistic}")
+                if log_ratio is not None:
+                    self.metrics[f"policy/first_log_ratio_abs_{statistic}"] = log_ratio
         self.updates += 1
-        self.applied += "actor" in outcome.grad_norms
-        self.ended = outcome.ends_step
+        self.actor_updates += "actor" in outcome.grad_norms
+        self.updates_ended = outcome.ends_step
 
     def finish_step(self, metrics: dict[str, float]) -> None:
         """Count the PPO step in flight as finished."""
         self.steps += 1
-        self.first = self.first or metrics
-        self.last = metrics
+        if not self.first_metrics:
+            self.first_metrics = metrics
+        self.last_metrics = metrics
         self.begin_updates(None, {})
 
     def state_dict(self) -> dict[str, Any]:
-        """The part that all ranks have in common; `sums` are not in it."""
-        saved = {name: copy(getattr(self, name)) for name in SAVED}
-        return saved | {
-            "experience": None if self.experience is None else tensors_of(self.experience)
-        }
+        """What all ranks have in common; `sums` are not in it."""
+        state = {name: copy(getattr(self, name)) for name in SAVED}
+        state["experience"] = None
+        if self.experience is not None:
+            state["experience"] = tensors_of(self.experience)
+        return state
 
     def load_state_dict(
         self, state: dict[str, Any], sums: MetricSums, device: torch.device
     ) -> None:
-        """Restore `state_dict()`, with this rank's part of the sums, and the experience on
-        `device`."""
+        """Restore `state_dict()`, with the sums of this rank, and the experience on `device`."""
         for name in SAVED:
             setattr(self, name, state[name])
         self.sums = sums

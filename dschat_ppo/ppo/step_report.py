@@ -18,8 +18,9 @@ from dschat_ppo.ppo.evaluation import Evaluation, shown_metrics
 from dschat_ppo.ppo.samples import Samples
 from dschat_ppo.run.output_folder import KeptModels
 
-RESULT = (
-    *(c.metric for c in PPO_COLUMNS),
+# metrics that `result.json` has
+RESULT_METRICS = (
+    *(column.metric for column in PPO_COLUMNS),
     "reward/total_mean",
     "rollout/ended_share",
     "rollout/distinct_share",
@@ -35,7 +36,7 @@ class PPOReport:
     evaluation: Evaluation | None
     health: HealthWatch
     writer: MetricsWriter
-    kept: KeptModels | None = None
+    kept_models: KeptModels | None = None
     samples: Samples | None = None
 
     def __post_init__(self) -> None:
@@ -45,34 +46,35 @@ class PPOReport:
         """Evaluate the untrained actor, or, if the run resumes after that, look for the best models
         so far."""
         state = self.ppo.state
-        if state.evaluated is None:
-            state.evaluated = self._evaluate(0)
-            if state.evaluated:
-                self.writer.write(0, state.evaluated)
+        if state.metrics_before is None:
+            state.metrics_before = self._evaluate(0)
+            if state.metrics_before:
+                self.writer.write(0, state.metrics_before)
         elif self.evaluation is not None:
-            self.evaluation.require_best_models(state.evaluated)
+            self.evaluation.require_best_models(state.metrics_before)
         self.bar.measure_from_here()
 
     def finish(self, step: int) -> None:
         """Finish the PPO step in flight. Collective."""
         ppo = self.ppo
-        state = self.ppo.state
+        state = ppo.state
         metrics = state.metrics | state.sums.reduce()
-        shown = list[dict[str, Any]]()
+        answers = list[Answer]()
         if state.experience is not None:
             metrics |= update_metrics(ppo, metrics)
-            if state.applied:
+            if state.actor_updates:
                 ppo.entropy_coef.update(metrics["policy/entropy"], 1)
             if self.samples is not None and self.samples.is_due(step):
-                shown = self.samples.write(step, state.experience)
-        metrics |= {**ppo.nonfinite.metrics(*ppo.engines.trained), **self._evaluate(step)}
-        if self.kept is not None and self.kept.is_due(step):
+                for line in self.samples.write(step, state.experience):
+                    answers.append(
+                        Answer(line["prompt"], line["answer"], line["score"], line["length"])
+                    )
+        metrics |= ppo.nonfinite.metrics(*ppo.engines.trained)
+        metrics |= self._evaluate(step)
+        if self.kept_models is not None and self.kept_models.is_due(step):
             with ppo.clock.phase("save"):
-                self.kept.save_step(step)
+                self.kept_models.save_step(step)
         metrics |= phase_metrics(ppo.clock, ppo.device)
-        answers = [
-            Answer(line["prompt"], line["answer"], line["score"], line["length"]) for line in shown
-        ]
         self.writer.write(step, metrics, answers)
         self.bar.advance()
         show_step(PPO_COLUMNS, metrics, self.bar, ppo.config.console)
@@ -93,46 +95,48 @@ class PPOReport:
         return metrics
 
     def result(self) -> dict[str, Any]:
-        """For `result.json`: `RESULT` and the evaluations, `_before` of the first step and `_after`
-        of the last."""
-        first = {**self.ppo.state.first, **(self.ppo.state.evaluated or {})}
-        last = self.ppo.state.last
-        shown = [
-            name for name in last if name in first and (name in RESULT or name.startswith("eval/"))
-        ]
-        result = {f"{name}_before": first[name] for name in shown} | {
-            f"{name}_after": last[name] for name in shown
-        }
+        """For `result.json`: `RESULT_METRICS` and those of evaluations, `_before` of the first PPO
+        step and `_after` of the last."""
+        state = self.ppo.state
+        before = state.first_metrics | (state.metrics_before or {})
+        after = state.last_metrics
+        names = []
+        for name in after:
+            if name in before and (name in RESULT_METRICS or name.startswith("eval/")):
+                names.append(name)
+        result: dict[str, Any] = {f"{name}_before": before[name] for name in names}
+        result |= {f"{name}_after": after[name] for name in names}
         if self.evaluation is not None and self.evaluation.best is not None:
             score, step = self.evaluation.best
-            result |= {"best_eval_score": score, "best_step": step}
+            result["best_eval_score"] = score
+            result["best_step"] = step
         return result
 
 
 def update_metrics(ppo: PPOComponents, metrics: dict[str, float]) -> dict[str, float]:
     """Drift between sampling and training in the PPO step in flight, and the share of its updates
-    that were applied. Rollout log-probs are compared with those of a training forward pass: over
-    all tokens if `old_logprobs` come from one, and then the KL to the reference is measured with
-    them again; else over the first optimizer step, whose pass precedes every update."""
+    that were applied; also counts the tokens that its updates trained on.
+
+    Rollout log-probs are compared with those of a forward pass of the policy that sampled. Where
+    `old_logprobs` come from such a pass, over all tokens, and the KL to the reference is measured
+    with them again. Else in the first optimizer step, whose pass precedes every update: `metrics`,
+    those of the step so far, have its result.
+    """
     state = ppo.state
     epochs = ppo.config.ppo.ppo_epochs
     experience = state.experience
     assert experience is not None
     tokens = float(experience.response_mask.sum() + experience.prompt_mask.sum())
     ppo.clock.count_tokens("train", tokens * epochs / dist.world_size())
-    found: dict[str, float] = {}
-    if ppo.old_logprobs != "rollout" and experience.old_logprobs is not None:
-        found = kl_metrics(experience, ppo.data_sources) | drift_metrics(experience)
-    elif ppo.old_logprobs == "rollout":
-        first = {
-            name: metrics.get(f"policy/first_log_ratio_abs_{name}") for name in ("mean", "max")
-        }
-        found = {
-            f"rollout/logprob_diff_{name}": value
-            for name, value in first.items()
-            if value is not None
-        }
+    measured: dict[str, float] = {}
+    if ppo.old_logprobs == "rollout":
+        for statistic in ("mean", "max"):
+            difference = metrics.get(f"policy/first_log_ratio_abs_{statistic}")
+            if difference is not None:
+                measured[f"rollout/logprob_diff_{statistic}"] = difference
+    elif experience.old_logprobs is not None:
+        measured = kl_metrics(experience, ppo.data_sources) | drift_metrics(experience)
     if state.steps >= ppo.plan.warmup_rollouts:
-        rows_used = state.applied * ppo.plan.global_batch
-        found["policy/updates_done_share"] = rows_used / (len(experience.scores) * epochs)
-    return found
+        rows_used = state.actor_updates * ppo.plan.global_batch
+        measured["policy/updates_done_share"] = rows_used / (len(experience.scores) * epochs)
+    return measured

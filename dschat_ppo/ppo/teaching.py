@@ -17,8 +17,8 @@ from dschat_ppo.types import ForwardedRollout, MinimumLength, Model, select_rows
 
 @dataclass(frozen=True)
 class Teachers:
-    """Models whose distributions the actor learns, each on its own rows (`rows.teachers`; None: the
-    first on all)."""
+    """Models whose distributions the actor learns, each from the rows that `rows.teachers` assigns
+    to it; None: the first one from all rows."""
 
     engines: Sequence[Model]
     divergence: Divergence
@@ -27,64 +27,65 @@ class Teachers:
 
     @torch.no_grad()
     def teachings(self, rows: ForwardedRollout) -> list[Teaching]:
-        """What each teacher says of the response tokens of its rows. Every teacher runs on every
-        rank, on one row without a response where it has none, because its layers may be
-        gathered."""
-        found = []
-        for index, answers in self._answers(rows, keeps_layer=True):
-            assert answers.layer is not None
-            counts = rows.response_mask.sum(dim=1)  # (b,) response tokens, which lie row after row
-            of_row = torch.repeat_interleave(
-                torch.arange(len(counts), device=counts.device), counts
-            )  # (N,)
-            tokens = torch.isin(of_row, index).nonzero().squeeze(1)
-            found.append(
-                Teaching(answers.layer, self.divergence, None if rows.teachers is None else tokens)
-            )
-        return found
+        """What each teacher says of the response tokens of its rows."""
+        lengths = rows.response_mask.sum(dim=1)  # (b,)
+        row_indices = torch.arange(len(lengths), device=lengths.device)
+        row_of_token = torch.repeat_interleave(row_indices, lengths)  # (N,), row after row
+        teachings = []
+        for taught_rows, outputs in self._outputs(rows, keeps_layer=True):
+            assert outputs.layer is not None
+            tokens = None  # all
+            if rows.teachers is not None:
+                tokens = torch.isin(row_of_token, taught_rows).nonzero().squeeze(1)
+            teachings.append(Teaching(outputs.layer, self.divergence, tokens))
+        return teachings
 
     @torch.no_grad()
     def logprobs(self, rows: ForwardedRollout) -> Tensor:
         """Log-probs of the response tokens under the teachers, (b, R) fp32; 0 in rows that have
         none."""
-        whole = torch.zeros(rows.response_mask.shape, device=rows.response_mask.device)
-        for index, answers in self._answers(rows, keeps_layer=False):
-            whole[index, : answers.logprobs.shape[1]] = answers.logprobs[: len(index)]
-        return whole
+        logprobs = torch.zeros(rows.response_mask.shape, device=rows.response_mask.device)
+        for taught_rows, outputs in self._outputs(rows, keeps_layer=False):
+            width = outputs.logprobs.shape[1]
+            logprobs[taught_rows, :width] = outputs.logprobs[: len(taught_rows)]
+        return logprobs
 
-    def _answers(
+    def _outputs(
         self, rows: ForwardedRollout, keeps_layer: bool
     ) -> Iterator[tuple[Tensor, ResponseLogprobs]]:
-        """For each teacher the numbers of its rows, and its forward pass over them."""
-        seen = rows
+        """For each teacher the indices of its rows, (n,) int64, and its forward pass over them.
+
+        Every teacher runs on every rank, because its layers may be gathered: where it has no row,
+        on the first one without its response.
+        """
+        read_rows = rows
         if rows.teacher_prompt_ids is not None and rows.teacher_prompt_mask is not None:
-            seen = replace(
+            read_rows = replace(
                 rows, prompt_ids=rows.teacher_prompt_ids, prompt_mask=rows.teacher_prompt_mask
             )
-        everywhere = torch.zeros(
-            len(rows.response_ids), dtype=torch.int64, device=rows.response_ids.device
-        )
-        for number, engine in enumerate(self.engines):
-            index = (
-                ((everywhere if rows.teachers is None else rows.teachers) == number)
-                .nonzero()
-                .squeeze(1)
-            )
-            part = select_rows(seen, index if len(index) else everywhere[:1])
-            if not len(index):
-                part = replace(part, response_mask=torch.zeros_like(part.response_mask))
+        device = rows.response_ids.device
+        teacher_of_row = rows.teachers
+        if teacher_of_row is None:
+            teacher_of_row = torch.zeros(len(rows.response_ids), dtype=torch.int64, device=device)
+        for teacher, engine in enumerate(self.engines):
+            taught_rows = (teacher_of_row == teacher).nonzero().squeeze(1)
+            if len(taught_rows):
+                input_rows = select_rows(read_rows, taught_rows)
+            else:
+                first_row = torch.zeros(1, dtype=torch.int64, device=device)
+                input_rows = select_rows(read_rows, first_row)
+                no_response = torch.zeros_like(input_rows.response_mask)
+                input_rows = replace(input_rows, response_mask=no_response)
             engine.eval()
             with recorded_router(None):  # the router loss is the actor's
-                yield (
-                    index,
-                    response_logprobs(
-                        engine,
-                        part,
-                        self.temperature,
-                        minimum_length=self.minimum_length,
-                        keeps_layer=keeps_layer,
-                    ),
+                outputs = response_logprobs(
+                    engine,
+                    input_rows,
+                    self.temperature,
+                    minimum_length=self.minimum_length,
+                    keeps_layer=keeps_layer,
                 )
+                yield taught_rows, outputs
 
 
 def teachers_of(
@@ -96,8 +97,9 @@ def teachers_of(
     """The teachers of a run that distils; the reference, where the flags name no other."""
     flags = config.teacher
     divergence = Divergence(flags.kind, flags.distill_beta, flags.distill_topk)
-    models = engines if reference is None else engines or [reference]
-    return Teachers(models, divergence, config.ppo.temperature, minimum_length)
+    if not engines and reference is not None:
+        engines = [reference]
+    return Teachers(engines, divergence, config.ppo.temperature, minimum_length)
 
 
 def full_kl_reference(

@@ -83,6 +83,7 @@ class ActorLoss:
     distill_coef: float = 0.0  # weight of the divergence from the teachers
 
     def __post_init__(self) -> None:
+        """Choose the policy loss, with its settings."""
         flags = self.flags
         # without an estimator the loss of the teachers is the only one, unless they are in the
         # advantages
@@ -126,11 +127,11 @@ class ActorLoss:
         flags = self.flags
         reference_distributions = []
         if self.reference is not None:
-            # the reference has no prompt of its own: it reads what the actor reads
-            with_own_prompts = replace(
+            # the reference reads what the actor reads, and not the prompts of teachers
+            actor_rows = replace(
                 rows, teachers=None, teacher_prompt_ids=None, teacher_prompt_mask=None
             )
-            reference_distributions = self.reference.teachings(with_own_prompts)
+            reference_distributions = self.reference.teachings(actor_rows)
         teacher_distributions = []
         if self.teachers is not None:
             teacher_distributions = self.teachers.teachings(rows)

@@ -78,6 +78,7 @@ class PPOUpdate:
     clock: PhaseClock
 
     def __post_init__(self) -> None:
+        """Build the loss of the actor."""
         flags = self.config.algorithm
         temperature = self.config.ppo.temperature
         actor = self.engines.actor
@@ -258,7 +259,7 @@ def _constants(minibatch: MiniBatch) -> dict[str, Any]:
     """The numbers of a mini-batch that belong to the whole optimizer step, under their names in
     repro bundles."""
     return {
-        "over": asdict(minibatch.denominators),
+        "denominators": asdict(minibatch.denominators),
         "value_tokens": minibatch.value_tokens,
-        "share": minibatch.metric_weight,
+        "metric_weight": minibatch.metric_weight,
     }

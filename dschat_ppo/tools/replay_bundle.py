@@ -139,8 +139,12 @@ def loss_function(what: dict[str, Any], config: Any, model: Any) -> Callable[[An
     if what["step_name"] != "ppo":
         loss: Any = OBJECTIVES[config.reward.objective](0, device, config).loss
         return lambda batch: loss(model, batch, constants["total"], sums)
-    over = Denominators(**constants["over"])
-    minibatch: MiniBatch[Any] = MiniBatch([], over, constants["value_tokens"], constants["share"])
+    minibatch: MiniBatch[Any] = MiniBatch(
+        [],
+        Denominators(**constants["denominators"]),
+        constants["value_tokens"],
+        constants["metric_weight"],
+    )
     if what["role"] == "critic":
         return lambda rows: critic_loss(model, rows, minibatch, config.algorithm, sums)
     minimum_length = constants["minimum_length"] and MinimumLength(*constants["minimum_length"])

@@ -471,7 +471,7 @@ def test_dynamic_sampling_judges_a_group_by_its_scored_answers_and_keeps_it_whol
     assert pool.accepted[0].left_group.tolist() == [False, True, False, False]
     ranged = GroupPool(4, clipped, score_range=(0.3, 0.35))  # 1 / 3, not 1 / 4
     ranged.add(rows)
-    assert ranged.kept == 4
+    assert ranged.accepted_count == 4
 
 
 def test_remax_leaves_a_prompt_whose_greedy_answer_has_no_score():
@@ -549,7 +549,7 @@ def test_a_stop_is_noticed_after_each_generation_and_at_the_end_and_nothing_is_l
     if collection.pool is not None:
         assert after["pool"]["accepted"].keys() == before["pool"]["accepted"].keys()
         assert after["pool"]["accepted"]["groups"].tolist() == [7, 7]
-        assert (collection.pool.sampled, collection.pool.dropped) == (0, [])
+        assert (collection.pool.sampled_count, collection.pool.dropped) == (0, [])
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def test_a_step_that_a_limit_has_ended_is_not_resumed_with_further_updates(asset
     words = "--target_kl 0.0001"
     run, checkpointer, did = started(assets, tmp_path / "whole", words)
     *_, after, require_equal = stopped(assets, tmp_path, words, position=(0, 2))
-    assert after.ppo.state.ended
+    assert after.ppo.state.updates_ended
     require_equal((run, did, run.run(checkpointer)))
 
 

@@ -19,7 +19,7 @@ from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel, response_values
 from dschat_ppo.monitor.writers import JsonLines
 from dschat_ppo.ppo import score
-from dschat_ppo.ppo.samples import Samples, printed_answers, sample_lines, shown_rows
+from dschat_ppo.ppo.samples import Samples, best_and_worst_rows, printed_answers, sample_lines
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
 from dschat_ppo.tools import toy
 from dschat_ppo.types import FinishReason, Rollout, ScoredRollout, row_lengths
@@ -407,7 +407,7 @@ def test_a_line_holds_text_counts_scores_kl_and_how_the_answer_ended():
     ],
 )
 def test_which_answers_are_shown(groups, scores, count, expected):
-    assert shown_rows(groups, scores, count) == expected
+    assert best_and_worst_rows(groups, scores, count) == expected
 
 
 def test_the_answers_of_a_step_are_lines_with_its_number(tmp_path):

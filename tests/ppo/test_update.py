@@ -295,9 +295,9 @@ def test_without_old_values_the_targets_follow_from_those_of_the_pass(monkeypatc
 ROWS = [SimpleNamespace(old_logprobs=torch.zeros(1)) for _ in range(2)]  # stand for micro-batches
 STEP = MiniBatch(ROWS, Denominators(3.0, 2.0, 9.0), 5.0, 0.25)
 CONSTANTS = {
-    "over": {"tokens": 3.0, "rows": 2.0, "constant": 9.0},
+    "denominators": {"tokens": 3.0, "rows": 2.0, "constant": 9.0},
     "value_tokens": 5.0,
-    "share": 0.25,
+    "metric_weight": 0.25,
 }
 TEXT = SFTBatch(*[None] * len(dataclasses.fields(SFTBatch)))
 GOOD, NOT_APPLIED = StepResult(2.0, applied=True), StepResult(math.inf, applied=False)

@@ -135,9 +135,9 @@ MINIBATCH = MiniBatch(
     [], Denominators(tokens=6.0, rows=4.0, constant=12.0), value_tokens=6.0, metric_weight=0.25
 )
 CONSTANTS = {
-    "over": {"tokens": 6.0, "rows": 4.0, "constant": 12.0},
+    "denominators": {"tokens": 6.0, "rows": 4.0, "constant": 12.0},
     "value_tokens": 6.0,
-    "share": 0.25,
+    "metric_weight": 0.25,
 }
 ACTOR = {**CONSTANTS, "entropy_coef": 0.01, "text_tokens": 5.0, "minimum_length": None}
 
