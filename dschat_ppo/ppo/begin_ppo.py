@@ -241,7 +241,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     check_stop_ids(config.ppo.stop_token_ids, tokenizer)
 
     announce("prepare data")
-    rows = _prepared_prompts(config, tokenizer)
+    rows = _tokenised_prompts(config, tokenizer)
     _check_rewards_of_rows(config, functions, rows)
     plan = plan_ppo(
         config.ppo,
@@ -271,7 +271,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     return BegunPPO(output, folders, PPOData(rows, tokenizer, texts), plan, session, started)
 
 
-def _prepared_prompts(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
+def _tokenised_prompts(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
     """The prompts as tokens; logs the first of them."""
     tools = described_tools(config.environment, tokenizer, config.ppo.max_prompt_seq_len)
     rows = prepare(replace(config.step_data, tools=tools), tokenizer)

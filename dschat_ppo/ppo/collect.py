@@ -26,7 +26,7 @@ from dschat_ppo.ppo.generation_settings import greedily
 from dschat_ppo.ppo.group_pool import GroupPool
 from dschat_ppo.ppo.own_algorithms import OwnSampler
 from dschat_ppo.ppo.rollout_sampler import RolloutSampler
-from dschat_ppo.ppo.samples import printed_answers, sample_lines
+from dschat_ppo.ppo.samples import printed_responses, sample_lines
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
 from dschat_ppo.rewards.reward_source import (
     DATA_SOURCE,
@@ -311,7 +311,7 @@ class ExperienceCollection:
                 to_device(rows, "cpu"), self.requests.tokenizer, self.requests.mixture.names
             )
             # as one record: no other line comes between
-            logger().info(printed_answers(step, lines))
+            logger().info(printed_responses(step, lines))
         return rows
 
     def state_dict(self) -> dict[str, Any]:

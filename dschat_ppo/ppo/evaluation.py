@@ -130,13 +130,13 @@ def _pass_shares(
 ) -> dict[str, float]:
     """`pass@k` and `majority@n`, as in `summary`; `scores` (prompts, n) are those of `rows`."""
     samples = scores.shape[1]
-    passed = []  # (scored answers of a prompt,) bool
+    passed = []  # for each prompt (scored answers,) bool
     for prompt_scores in scores:
         passed.append(prompt_scores[~prompt_scores.isnan()] >= pass_score)
     metrics = {}
     for power in range(samples.bit_length()):
         k = 2**power
-        shares = [pass_at_k(answers.unsqueeze(0), k) for answers in passed if len(answers) >= k]
+        shares = [pass_at_k(scored.unsqueeze(0), k) for scored in passed if len(scored) >= k]
         if shares:
             metrics[f"eval/pass@{k}"] = float(torch.cat(shares).mean())
     if samples > 1:
@@ -332,7 +332,7 @@ class Evaluation:
             )
             scored = self.passes(rollout, groups)
             assert scored.old_logprobs is not None and scored.ref_logprobs is not None
-            # one sum per answer
+            # one sum per response
             kl = kl_k1(scored.old_logprobs, scored.ref_logprobs).sum(dim=1).tolist()
         return evaluated_prompts(
             self.requests, indices, rollout, request.texts, scores, self.data_sources, kl

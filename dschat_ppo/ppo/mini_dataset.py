@@ -51,9 +51,9 @@ class MiniDataset:
 
     rows_per_update: int  # of one optimizer step over all ranks
     micro_batch_tokens: int  # budget of `split_by_tokens`
-    max_length: int  # longest answer in tokens, for the constant denominator
+    max_length: int  # longest response in tokens, for the constant denominator
     seed: int
-    # the models run the prompt of several rows once: its answers stay together
+    # the models run the prompt of several rows once: its responses stay together
     shares_prompts: bool = False
 
     def minibatches(
@@ -120,7 +120,7 @@ class MiniDataset:
 
 
 def prompts_of(rows: ForwardedRollout) -> RowPrompts:
-    """Which rows answer the same prompt."""
+    """Which rows are responses to the same prompt."""
     return RowPrompts(rows.groups, rows.prompt_mask.sum(dim=1))
 
 
@@ -144,7 +144,7 @@ def gather_rows(rows: Forwarded, of_group: bool = False) -> Forwarded:
 
 @dataclass(eq=False)
 class TextBatches:
-    """Serves to each optimizer step as many blocks of text as the step has answers."""
+    """Serves to each optimizer step as many blocks of text as the step has rows."""
 
     rows: Dataset  # of `data.prepare.text_blocks`
     rows_per_update: int  # over all ranks; a multiple of `micro_batch` times the ranks
@@ -166,4 +166,5 @@ class TextBatches:
             batch = collate_sft(self.rows, batch_indices, self.pad_id, True)
             batches.append(to_device(batch, self.device))
         counts = torch.stack([batch.loss_mask.sum() for batch in batches])
-        return batches, dist.all_reduce(counts.sum()) // dist.sequence_ranks()  # each block once
+        # ranks that share rows have the same blocks
+        return batches, dist.all_reduce(counts.sum()) // dist.sequence_ranks()

@@ -13,9 +13,7 @@ from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import JsonLines
 from dschat_ppo.ppo.components import PPOComponents
 from dschat_ppo.ppo.evaluation import Evaluation
-from dschat_ppo.types import (
-    Engine,
-)
+from dschat_ppo.types import Engine
 
 
 @dataclass(eq=False)
@@ -113,7 +111,7 @@ class ResumablePPO:
             file.offset = shared["files"].get(file.path.name, 0)
 
     def _sums_of(self, ranks: RankStates) -> MetricSums:
-        """This rank's part of the metric sums. On another number of ranks, rank 0 takes the sums of
+        """The metric sums of this rank. On another number of ranks, rank 0 takes the sums of
         all ranks; the others take the same names with nothing counted, so that `reduce` is the same
         collective on every rank."""
         device = self.ppo.device

@@ -1,4 +1,4 @@
-"""Answers of training with their scores: in `samples.jsonl` and on the terminal, every few PPO
+"""Responses of training with their scores: in `samples.jsonl` and on the terminal, every few PPO
 steps."""
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def sample_lines(
     return lines
 
 
-def printed_answers(step: int, lines: Sequence[dict[str, Any]]) -> str:
-    """The answers of PPO step `step`, given as `sample_lines`, as text for a terminal."""
+def printed_responses(step: int, lines: Sequence[dict[str, Any]]) -> str:
+    """The responses of PPO step `step`, given as `sample_lines`, as text for a terminal."""
     ended = {
         "eos": "ended by EOS",
         "stop": "ended by a stop string",

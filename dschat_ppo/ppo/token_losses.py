@@ -1,6 +1,7 @@
 """The losses of a micro-batch in step 3: of the actor, of the critic, and of plain text.
 
-The loss of a micro-batch is its part of the loss of the whole optimizer step, so the parts add up.
+The loss of a micro-batch is its share of the loss of the whole optimizer step: the sum over the
+micro-batches of all ranks is the loss of the step.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ class ActorLoss:
             old_logprobs = current.logprobs.detach()
 
         def mean_over_step(token_losses: Tensor) -> Tensor:
-            """This micro-batch's part of the mean of (b, R) losses over the optimizer step."""
+            """This micro-batch's share of the mean of (b, R) losses over the optimizer step."""
             return aggregate(
                 token_losses, rows.loss_mask, flags.aggregation, minibatch.denominators
             )

@@ -54,7 +54,7 @@ from dschat_ppo.run.start_and_end import (
     write_validation,
 )
 
-# answers in samples.jsonl: of the first prompts, the one with the highest and the lowest score
+# responses in samples.jsonl: of the first prompts, those with the highest and the lowest score
 SAMPLES_PER_STEP = 8
 
 

@@ -46,7 +46,7 @@ class EngineObjective:
     role: str  # "actor" or "critic"
     engine: Engine
     batches: list[Any]  # micro-batches of this rank
-    loss: Callable[[Any], Tensor]  # a micro-batch's part of the loss
+    loss: Callable[[Any], Tensor]  # a micro-batch's share of the loss
     sums: MetricSums  # metrics that the loss records, of this optimizer step alone
     constants: dict[str, Any]  # what a replay needs besides the micro-batches
     # log-probs or values of the pass, where scoring has computed none
@@ -179,15 +179,15 @@ class PPOUpdate:
         With `--align_overflow`, the gradients of both engines are computed before either update;
         otherwise those that wait are applied first, so that one engine's are in memory.
         """
-        outcome = Outcome({}, [])
+        outcome = Outcome({}, [])  # `_record_result` fills it
         flags = self.config.algorithm
         logprobs: RecordedTokens | None = None
         # the gradients of a pass that is already made are in memory: their update comes first
-        passed = [objective for objective in objectives if objective.gradients is not None]
-        not_passed = [objective for objective in objectives if objective.gradients is None]
+        with_gradients = [each for each in objectives if each.gradients is not None]
+        without_gradients = [each for each in objectives if each.gradients is None]
         waiting: list[tuple[EngineObjective, Gradients[Any]]] = []  # for --align_overflow
         with self.clock.phase("train"):
-            for objective in [*passed, *not_passed]:
+            for objective in [*with_gradients, *without_gradients]:
                 gradients = self._gradients_of(objective)
                 if objective.role == "actor" and gradients.fault is None:
                     logprobs = objective.recorded

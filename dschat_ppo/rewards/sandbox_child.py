@@ -131,7 +131,7 @@ def refuse(event: str, arguments: tuple) -> None:
         raise PermissionError(f"{event} is not permitted here")
 
 
-def run(program: str, tests: list[str], token: str, report: int) -> None:
+def run_program(program: str, tests: list[str], token: str, report: int) -> None:
     """Execute the program as a module and each test in its namespace; report the tests that do not
     raise."""
     module = types.ModuleType("answer")
@@ -179,7 +179,7 @@ def main() -> None:
         sys.addaudithook(refuse)
     os.write(report, f"{job['token']} starts as {os.getpid()}\n".encode())
     try:
-        run(job["program"], job["tests"], job.pop("token"), report)
+        run_program(job["program"], job["tests"], job.pop("token"), report)
     finally:
         os._exit(0)
 

@@ -21,7 +21,7 @@ from dschat_ppo.episodes.turns import EpisodeRecord, EpisodeTurns
 from dschat_ppo.errors import UserError
 from dschat_ppo.ppo.evaluation import evaluated_prompts, json_line
 from dschat_ppo.ppo.response_texts import response_texts
-from dschat_ppo.ppo.samples import printed_answers, sample_lines
+from dschat_ppo.ppo.samples import printed_responses, sample_lines
 from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.rewards.reward_source import Scores
 from dschat_ppo.rewards.worker_pool import CallError
@@ -102,7 +102,7 @@ def test_samples_printed_answers_and_held_out_answers_have_turns():
     ]
     assert "turns" not in plain and line["turns"] == turns
     assert line["answer"] == f"First.\nuser\nagain\nassistant\n{CALL}", "all of it"
-    assert printed_answers(1, [line]).split("\n")[3:] == [
+    assert printed_responses(1, [line]).split("\n")[3:] == [
         "    model, reward 0.500: First.",
         "    environment: again",
         f"    call, reward 1.000: {CALL}",

@@ -19,7 +19,7 @@ from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel, response_values
 from dschat_ppo.monitor.writers import JsonLines
 from dschat_ppo.ppo import score
-from dschat_ppo.ppo.samples import Samples, best_and_worst_rows, printed_answers, sample_lines
+from dschat_ppo.ppo.samples import Samples, best_and_worst_rows, printed_responses, sample_lines
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
 from dschat_ppo.tools import toy
 from dschat_ppo.types import FinishReason, Rollout, ScoredRollout, row_lengths
@@ -429,7 +429,7 @@ def test_printed_answers_are_aligned_and_cannot_change_the_terminal():
         "length": 2,
         "ended": "length",
     }
-    printed = printed_answers(7, [line | {"scores": {"a": 1.0, "b": -2.0}}])
+    printed = printed_responses(7, [line | {"scores": {"a": 1.0, "b": -2.0}}])
     assert "\x1b" not in printed and "\r" not in printed
     assert printed.split("\n")[1:4] == [
         "[1] score -1.000 (a 1.000, b -2.000), 2 tokens, cut at the length limit",
