@@ -83,13 +83,13 @@ def check_models(
         check_same_tokens(config, REFERENCE, folders.reference, tokenizer, longest, LIMITS)
     for folder in folders.teachers:
         check_same_tokens(config, TEACHER, folder, tokenizer, longest, LIMITS)
-    _check_division(config, actor_config)
+    _check_tensor_parallel(config, actor_config)
     if folders.critic is not None:
         flag, _ = config.models["critic"]
         with naming(flag):
             adapter = adapter_settings(config.lora, config.adapters, "critic_")
             check_sequence_classifier(folders.critic, config.critic_may_have_new_head, adapter)
-        if folders.critic != folders.actor:
+        if folders.critic != folders.actor:  # else it is checked above
             critic_config = load_config(folders.critic, flag)
             resize = config.run.resize_vocabulary
             check_vocabulary(tokenizer, critic_config, flag, folders.critic, True, resize)
@@ -101,7 +101,7 @@ def check_models(
         check_shared_base(config, folders)
 
 
-def _check_division(config: PPOConfig, actor: PretrainedConfig) -> None:
+def _check_tensor_parallel(config: PPOConfig, actor: PretrainedConfig) -> None:
     """Check `--inference_tp_size`, and say so if the actor's layers will not be divided."""
     size = config.ppo_memory.inference_tp_size
     lora_dim = config.lora.actor_lora_dim

@@ -5,7 +5,7 @@ On-policy, where a PPO step makes one optimizer step, its forward passes give wh
 the critic's pass the values (`critic_pass`), from which advantages follow, and the actor's pass in
 `update` the old log-probs.
 
-Shapes: B rows (answers) of this rank, N rows of all ranks, P prompt tokens, R response tokens, K
+Shapes: B rows (responses) of this rank, N rows of all ranks, P prompt tokens, R response tokens, K
 reward sources.
 """
 

@@ -34,7 +34,7 @@ def check_own_functions(config: PPOConfig) -> None:
     estimator = config.algorithm.advantage_estimator
     loss = config.algorithm.policy_loss
     rows = made_up_rows()
-    if estimator != "gae":
+    if estimator != "gae":  # then there is no critic
         rows = replace(rows, values=None)
     if len(config.data.data_path) > 1:
         rows = replace(rows, data_sources=torch.zeros(_B, dtype=torch.int64))

@@ -60,7 +60,8 @@ class PPOState:
 
     def count_update(self, outcome: Outcome) -> None:
         """Count an optimizer step and its metrics, and keep the old log-probs that it has computed.
-        Collective in the first one of a PPO step."""
+        The first one of a PPO step also gives the log ratios of a policy that has not moved yet.
+        Collective in the first one."""
         self.critic_pass = None
         if outcome.logprobs is not None and self.experience is not None:
             old_logprobs = outcome.logprobs.gathered(self.experience)  # (N, R)
@@ -80,7 +81,8 @@ class PPOState:
                 if log_ratio is not None:
                     self.metrics[f"policy/first_log_ratio_abs_{statistic}"] = log_ratio
         self.updates += 1
-        self.actor_updates += "actor" in outcome.grad_norms
+        if "actor" in outcome.grad_norms:
+            self.actor_updates += 1
         self.updates_ended = outcome.ends_step
 
     def finish_step(self, metrics: dict[str, float]) -> None:
