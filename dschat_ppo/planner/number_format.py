@@ -78,6 +78,9 @@ def dtype_for_plan(
 ) -> NumberFormat:
     """The number format with which the planner plans: a GPU is assumed to have bf16 arithmetic, and
     a CPU to be like this one. `fits`: whether a configuration in fp32 does."""
+    chosen = _format_of_overlay(config)
+    if chosen is not None:
+        return chosen
     if on_gpu:
         return NumberFormat("bf16", "on GPUs that have bf16 arithmetic")
     if not _multiplies_bf16():
@@ -117,12 +120,20 @@ def _given_format(config: StepConfig) -> NumberFormat | None:
     earlier = earlier_dtype(config)
     if earlier is not None:
         return NumberFormat(*earlier)
+    chosen = _format_of_overlay(config)
+    if chosen is not None:
+        return chosen
+    return _format_of_hardware()
+
+
+def _format_of_overlay(config: StepConfig) -> NumberFormat | None:
+    """The format that `--deepspeed_config` enables, if it does."""
     settings = read_overlay(config.run.deepspeed_config)
     for dtype in ("bf16", "fp16"):
         section = settings.get(dtype)
         if isinstance(section, dict) and section.get("enabled") is True:
             return NumberFormat(dtype, f"as --deepspeed_config {config.run.deepspeed_config} says")
-    return _format_of_hardware()
+    return None
 
 
 def _format_of_hardware() -> NumberFormat | None:

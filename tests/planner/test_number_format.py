@@ -15,7 +15,9 @@ from dschat_ppo.config.run_flags import RunFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.weight_headers import checkpoint_dtype
 from dschat_ppo.planner import number_format
+from dschat_ppo.models.loading import load_config
 from dschat_ppo.planner.number_format import (
+    dtype_for_plan,
     dtype_for_tool,
     faster_format,
     time_products,
@@ -103,6 +105,8 @@ def test_a_deepspeed_config_that_names_a_format_decides(assets, tmp_path, measur
     path.write_text(json.dumps({section: {"enabled": True}}))
     config = config_of(assets, tmp_path, "--deepspeed_config", str(path))
     assert with_dtype(config).run.dtype == dtype
+    planned = dtype_for_plan(config, load_config(str(assets / "lm"), "--model"), True, None)
+    assert planned.dtype == dtype
     path.write_text(json.dumps({section: {"enabled": False}}))
     assert with_dtype(config).run.dtype == "fp32"
 
