@@ -13,9 +13,9 @@ from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.run_flags import RunFlags
 from dschat_ppo.errors import UserError
+from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.weight_headers import checkpoint_dtype
 from dschat_ppo.planner import number_format
-from dschat_ppo.models.loading import load_config
 from dschat_ppo.planner.number_format import (
     dtype_for_plan,
     dtype_for_tool,
