@@ -1,4 +1,4 @@
-"""docs/traced-step.md shows the calls and shapes of a real PPO step on two ranks. `--update-docs`
+"""docs/architecture.md shows the calls and shapes of a real PPO step on two ranks. `--update-docs`
 writes them."""
 
 import json
@@ -9,7 +9,7 @@ from bash_blocks import ROOT
 from launch import forked, succeed
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
-PAGE = ROOT / "docs" / "traced-step.md"
+PAGE = ROOT / "docs" / "architecture.md"
 FLAGS = """--per_device_generation_batch_size 4 --per_device_training_batch_size 2
 --max_answer_seq_len 6
 --min_answer_seq_len 6 --actor_zero_stage 3 --critic_zero_stage 3 --max_steps 1 --num_warmup_steps 0

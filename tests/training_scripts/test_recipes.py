@@ -253,8 +253,8 @@ def test_srun_starts_the_ranks_under_slurm():
 
 
 def test_the_commands_of_the_page_start_steps():
-    """Those of docs/real-models.md, with a program that prints in place of python."""
-    page = (ROOT / "docs/real-models.md").read_text()
+    """Those of the scripts in docs/models.md, with a program that prints in place of python."""
+    page = (ROOT / "docs/models.md").read_text().split("## Scripts for published models")[1]
     lines = (
         "".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL)).replace("\\\n", " ").splitlines()
     )
