@@ -15,12 +15,12 @@ from urllib.parse import quote, unquote
 _JOINERS = "\u200c\u200d"  # invisible, but part of ordinary text in several scripts
 HIDDEN = "***"  # in place of credentials
 # The name of a setting whose value is a credential, such as `x-api-key`, `hf_token` and `pass`
-_SECRETS = (
+_CLEAR_SECRETS = (
     r"[\w.-]*(?:api|access|secret|private|auth)[-_]?key"
     r"|[\w.-]*(?:api|access|auth|hf|bearer)[-_]?token"
     r"|[\w.-]*(?:secret|password|passwd|passphrase|credentials?)"
-    r"|(?:[\w.-]*[-_.])?(?:pass|pwd)"
 )
+_SECRETS = rf"{_CLEAR_SECRETS}|(?:[\w.-]*[-_.])?(?:pass|pwd)"
 # Only in URLs, since `key=answer` may be any setting of a function
 _URL_SECRETS = r"(?:[\w.-]*[-_.])?(?:key|token|auth|authorization|sig|signature)"
 # The weight of a reward function stays, and so does another URL after a comma
@@ -28,8 +28,52 @@ _VALUE = r"=)([^&\s]*?)(?=(?::[-+.\de]+)?(?:[&\s]|,(?:\s|\w+://|$)|$))"
 _SETTING = re.compile(rf"([?&](?:{_SECRETS}){_VALUE}", re.IGNORECASE)
 _URL_SETTING = re.compile(rf"([?&](?:{_SECRETS}|{_URL_SECRETS}){_VALUE}", re.IGNORECASE)
 # A password with a slash makes a URL invalid, and is one all the same: what follows a colon is
-# taken for it up to the last @
-_USER = re.compile(r"(://)([^/\s?#@:]*:(?:(?!://)[^\s\"'<>])*|[^/\s?#]*)@")
+# taken for it up to the last @, or to the last before a host with a port. A port is no password.
+_PORT = r":\d{1,5}(?:[/?#]|$)"
+_USER = re.compile(
+    rf"(://)(?!(?:[^/\s?#@:\[]*|\[[\w:.%]*\]){_PORT})"
+    rf"([^/\s?#@:]*:(?:(?!://|@[\w.-]+{_PORT})[^\s\"'<>])*|[^/\s?#]*)@"
+)
+# In texts of unknown origin: settings in JSON, Python, YAML, headers and command lines, and
+# variables of an environment. `pass` is a usual word, and a credential only with a quoted value.
+_OTHER_TOKENS = r"[\w.-]*(?:client|github|gitlab|refresh|session|wandb)[-_]?token"
+_VARIABLES = (
+    r"(?-i:(?!(?:BOS|CLS|EOS|EOT|MASK|PAD|SEP|UNK)_TOKEN)"
+    r"[A-Z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD|_PASS|_PWD))"
+)
+_ANY_NAME = rf"(?<![\w.-])(?:{_SECRETS}|{_OTHER_TOKENS}|{_VARIABLES})"
+_CLEAR_NAME = rf"(?<![\w.-])(?:{_CLEAR_SECRETS}|{_OTHER_TOKENS}|{_VARIABLES})"
+_END_QUOTE = r"\\*[\"']?"  # of a name; JSON in JSON has backslashes
+_QUOTED = (
+    r"""[bru]?(?P<quote>\\*["'])(?P<value>(?:(?!(?P=quote))(?:\\(?!["']).|\\["']|[^\\\n]))+)"""
+)
+_BARE = r"""(?P<value>[^\s"'\\,;&(){}<>\[\]=][^\s"'\\,;&(){}<>\[\]]*)"""
+_SCHEME = r"(?:(?:basic|bearer|digest|token|api-?key)\s+)?"
+_IN_TEXT = [
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        rf"{_ANY_NAME}{_END_QUOTE}\s*[:=]\s*{_QUOTED}",
+        rf"{_CLEAR_NAME}{_END_QUOTE}[ \t]*[:=][ \t]*{_BARE}",
+        rf"(?<![\w.-])--(?:{_CLEAR_SECRETS}|{_OTHER_TOKENS})[ \t]+[\"']?(?!-){_BARE}",
+        rf"authorization{_END_QUOTE}\s*[:=,]\s*(?:[bru]?\\*[\"'])?{_SCHEME}{_BARE}",
+        r"\bbearer\s+(?=\S*\d)(?P<value>[\w.~+/=-]{8,})",
+        # whose beginning their makers have chosen
+        r"\b(?P<value>(?:sk-|hf_|gh[opsu]_|github_pat_|glpat-|xox[abp]-)[\w-]{16,})",
+    )
+]
+_MAY_HAVE_SECRETS = re.compile(
+    r"key|token|secret|pass|pwd|credential|authorization|bearer|sk-|hf_|gh|glpat|xox", re.IGNORECASE
+)
+# What stands behind the name of a setting in a sentence, or is no credential
+_NO_SECRETS = frozenset(
+    (
+        "*** a an and are as at be by can cannot contains denied does empty error expected expects"
+        " expired failed false field for from given had has header how if in incorrect input"
+        " invalid is it may missing must needed needs no none not null of on or passed please"
+        " required requires rejected scheme set should takes than that the this to token true try"
+        " undefined unknown unset value value was were with wrong you your"
+    ).split()
+)
 _SHORTEST = 4  # characters of a credential that is looked for in other text
 _KNOWN: dict[str, None] = {}  # credentials that this process was given, and how others write them
 MOST_CHARACTERS = 400  # of a quoted message of another library; the log has the rest
@@ -80,11 +124,27 @@ def is_secret_name(name: str) -> bool:
 
 
 def safe_text(text: str) -> str:
-    """`text` without the credentials in its URLs and settings, and without those that this process
-    was given. What a run prints or logs passes through here."""
+    """`text` without the credentials in its URLs and settings, without those that this process was
+    given, and without what looks like one in a text of somebody else, such as `Authorization:
+    Bearer ...`, `--api_key ...`, `HF_TOKEN=...` and `{"password": "..."}`. What a run prints or
+    logs passes through here."""
     for secret in sorted(_KNOWN, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
-    return str(without_credentials(text))
+    text = str(without_credentials(text))
+    if _MAY_HAVE_SECRETS.search(text):
+        for pattern in _IN_TEXT:
+            text = pattern.sub(_hide_value, text)
+    return text
+
+
+def _hide_value(setting: re.Match[str]) -> str:
+    """A setting with `***` in place of its `value`, unless that is a word of a sentence."""
+    value = setting["value"]
+    is_word = value.lower().rstrip(".:!?") in _NO_SECRETS
+    if is_word or value.startswith((HIDDEN, "<", "[", "$")):
+        return setting[0]
+    start = setting.start("value") - setting.start()
+    return f"{setting[0][:start]}{HIDDEN}{setting[0][start + len(value) :]}"
 
 
 class UserError(ValueError):

@@ -295,7 +295,9 @@ def test_the_nearest_existing_path_is_suggested(tmp_path, monkeypatch, path, mea
         ("judge.py:score?api_key=s3cret&n=2:0.5", "judge.py:score?api_key=***&n=2:0.5"),
         ("judge.py:score?api_key=s3cret:0.5", "judge.py:score?api_key=***:0.5"),
         (["http://a:b@c", 3], ["http://***@c", 3]),
-        ("http://alice:12/34@host/a", "http://***@host/a"),
+        ("http://alice:s3/cret@host/a", "http://***@host/a"),
+        ("http://me:s3cret@host:5/a@b", "http://***@host:5/a@b"),
+        ("http://me:s3@cr/et@host:5/a@b", "http://***@host:5/a@b"),
         ("http://alice:s3?c#r@et/@host/a http://b", "http://***@host/a http://b"),
         ("http://h/r?x-api-key=s3cret&n=1", "http://h/r?x-api-key=***&n=1"),
         ("http://h/r?X-Amz-Signature=s3cret", "http://h/r?X-Amz-Signature=***"),
@@ -313,6 +315,10 @@ def test_the_nearest_existing_path_is_suggested(tmp_path, monkeypatch, path, mea
                 "http://host:5000/get_reward",
                 "data.jsonl@100",
                 "http://host/path@2",
+                "http://host:8000/a@b",
+                "http://host:8000/models/me@v1/score?user=me@b.c",
+                "http://host:8000?user=me@b.c",
+                "https://[::1]:8000/a@b",
                 "https://hub/@me/model",
                 "mine.py:f?key=answer&max_tokens=5",
                 "me@host:/x",
@@ -345,6 +351,66 @@ def test_credentials_of_a_flag_are_hidden_wherever_they_are_quoted(flag, quoted,
     shown = safe_text(f"no access with {quoted}")
     assert shown.startswith("no access with ") and HIDDEN in shown
     assert not any(part in shown for part in ("s3c", "czNj", "bWU6"))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("Authorization: Bearer s3cret", "Authorization: Bearer ***"),
+        ("authorization: Basic bWU6czNj, host: h", "authorization: Basic ***, host: h"),
+        ("{'Authorization': 'Bearer s3cret'}", "{'Authorization': 'Bearer ***'}"),
+        ("(b'authorization', b'Basic bWU6')", "(b'authorization', b'Basic ***')"),
+        ('"Proxy-Authorization": "s3cret"', '"Proxy-Authorization": "***"'),
+        ("401 for Bearer eyJhbGciOi.J9-_x", "401 for Bearer ***"),
+        ("ran --api_key=s3cret --n 2", "ran --api_key=*** --n 2"),
+        ("ran --api-key s3cret --n 2", "ran --api-key *** --n 2"),
+        ("ran --password 'swordfish' -v", "ran --password '***' -v"),
+        ("HF_TOKEN=hf_abc python x", "HF_TOKEN=*** python x"),
+        ("export WANDB_API_KEY=abc;AWS_SECRET=def", "export WANDB_API_KEY=***;AWS_SECRET=***"),
+        (
+            "environ({'MY_KEY': 's3', 'DB_PASSWORD': 'a b'})",
+            "environ({'MY_KEY': '***', 'DB_PASSWORD': '***'})",
+        ),
+        ('{"password": "s3 \\"cret", "n": 1}', '{"password": "***", "n": 1}'),
+        ("{'api_key': 's3cret', 'n': 1}", "{'api_key': '***', 'n': 1}"),
+        ('{"detail": "{\\"api_key\\": \\"s3\\"}"}', '{"detail": "{\\"api_key\\": \\"***\\"}"}'),
+        ('{"pwd": "s3cret", "db_pass": "s4"}', '{"pwd": "***", "db_pass": "***"}'),
+        ('{"client_secret": 1234}', '{"client_secret": ***}'),
+        ('{"password": "cut', '{"password": "***'),
+        ("Client(api_key='s3cret', n=1)", "Client(api_key='***', n=1)"),
+        ("x-api-key: s3cret", "x-api-key: ***"),
+        ("password: swordfish", "password: ***"),
+        ("KEY=abc MYSQL_PWD=def MY_TOKEN='g h'", "KEY=*** MYSQL_PWD=*** MY_TOKEN='***'"),
+        (
+            "Incorrect API key provided: sk-proj-abcdefghijkl1234.",
+            "Incorrect API key provided: ***.",
+        ),
+        *[
+            (text, text)
+            for text in (
+                "token=5 tokens",
+                "key=value other_key=3 tokens=7",
+                "max_tokens: 5, eos_token: </s>, pad_token='<pad>'",
+                "EOS_TOKEN=eos BOS_TOKEN=</s> PAD_TOKEN='<pad>'",
+                "--max_new_tokens 5 --eos_token x --key 3",
+                '{"token": "the", "tokens": 5, "key": "prompt", "special_tokens": ["a"]}',
+                "KeyError: 'token'",
+                "forward_pass: 12.5, pass=3, pass@4: 0.5",
+                "time/tokens_per_s=312.5 time/key=2",
+                "password: is required",
+                "--api_key needs a value; --api_key --verbose",
+                "api_key=None, password=null, secret=''",
+                "Authorization: missing",
+                "a bearer token is needed; Bearer authentication",
+                "PATH=/usr/bin PWD=/home/me KEYS=5 KEY=VALUE",
+                "no password",
+            )
+        ],
+    ],
+)
+def test_what_looks_like_a_credential_is_hidden_in_any_text(text, shown):
+    assert safe_text(text) == safe_text(shown) == shown
+    assert str(UserError(text)) == shown
 
 
 def test_short_values_are_not_looked_for(monkeypatch):
