@@ -73,6 +73,15 @@ OF_REWARDS = (
 SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")  # their papers aggregate by seq_mean_token_mean
 
 
+def _check_dynamic_sampling_range(limits: list[float]) -> None:
+    is_range = len(limits) == 2 and limits[0] < limits[1]
+    if limits and not is_range:
+        raise UserError(
+            f"--dynamic_sampling_range {' '.join(map(str, limits))}: expected two numbers, the"
+            " lower one first"
+        )
+
+
 @dataclass(frozen=True)
 class AlgorithmFlags:
     """Reward shaping, advantages, losses and KL of step 3."""
@@ -108,15 +117,20 @@ class AlgorithmFlags:
         "how token losses are averaged over the optimizer step; not given: seq_mean_token_mean for"
         " the losses gspo, gmpo and sapo, else constant for the estimator dr_grpo, else token_mean",
     )
-    clip_eps: float = positive(
+    clip_eps: float = flag(
         0.2,
         "clip range of the policy ratio: 1 - eps to 1 + eps (gmpo: of the log-ratio, -eps to eps;"
         " dppo_tv and dppo_kl: the largest divergence)",
+        range="open_unit",
     )
-    clip_eps_low: float | None = positive(None, "eps of the lower clip; not given: --clip_eps")
+    clip_eps_low: float | None = flag(
+        None, "eps of the lower clip; not given: --clip_eps", range="open_unit"
+    )
     clip_eps_high: float | None = positive(None, "eps of the upper clip; not given: --clip_eps")
     dual_clip: float = flag(
-        0.0, "bound on the ratio for negative advantages, above 1 (ppo, gspo, clip_cov); 0 = off"
+        0.0,
+        "bound on the ratio for negative advantages, above 1 (ppo, gspo, clip_cov); 0 = off",
+        range="zero_or_above_one",
     )
     sapo_tau_positive: float = positive(
         1.0, "sapo: temperature of the gate for positive advantages"
@@ -187,7 +201,9 @@ class AlgorithmFlags:
         "'truncate' lowers importance weights above --importance_cap to it, and raises those below"
         " --importance_floor; 'mask' sets both to 0",
     )
-    importance_cap: float = flag(2.0, "upper bound of the importance weights, above 1")
+    importance_cap: float = flag(
+        2.0, "upper bound of the importance weights, above 1", range="above_one"
+    )
     importance_floor: float | None = not_negative(
         None,
         "lower bound of the importance weights, below --importance_cap; not given: none, and with"
@@ -244,6 +260,7 @@ class AlgorithmFlags:
         "two numbers, LOW HIGH: --dynamic_sampling also drops prompts whose mean score is not above"
         " LOW and below HIGH; not given: off",
         commas=True,
+        check=_check_dynamic_sampling_range,
     )
     target_kl: float | None = positive(
         None,
@@ -261,10 +278,6 @@ class AlgorithmFlags:
         self._check_effects_of_advantages()
         self._check_effects_of_kl()
         self._check_effects_of_rollouts()
-        if not (self.dual_clip == 0 or self.dual_clip > 1):
-            raise UserError(f"--dual_clip must be 0 (off) or above 1, got {self.dual_clip}")
-        if not self.importance_cap > 1:
-            raise UserError(f"--importance_cap must be above 1, got {self.importance_cap}")
         if self.importance_floor is not None and self.importance_floor >= self.importance_cap:
             raise UserError(
                 f"--importance_floor {self.importance_floor} must be below --importance_cap "
@@ -276,15 +289,6 @@ class AlgorithmFlags:
             raise UserError(
                 "--advantage_estimator gdpo standardises each reward source; --reward_clip "
                 "and --normalize_rewards running act on their sum, so omit them"
-            )
-        if (self.clip_eps_low or self.clip_eps) >= 1:
-            raise UserError("the lower clip, --clip_eps_low or --clip_eps, must be below 1")
-        limits = self.dynamic_sampling_range
-        is_range = len(limits) == 2 and limits[0] < limits[1]
-        if limits and not is_range:
-            raise UserError(
-                f"--dynamic_sampling_range {' '.join(map(str, limits))}: expected two numbers, the"
-                " lower one first"
             )
         if self.entropy_target is not None and self.entropy_coef > self.entropy_coef_max:
             raise UserError(

@@ -96,6 +96,9 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
         trains_critic=trains_critic(argv),
     )
     parser.set_defaults(**step.own_defaults | (given or {}))
+    for action in parser.flags:
+        if action.dest in step.own_checks:
+            action.check = step.own_checks[action.dest]  # type: ignore[attr-defined]
     topic = asked_for_help(argv)
     if topic is not None:
         _print_help(help_text(step_name, parser, topic))

@@ -8,9 +8,10 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
-from dschat_ppo.config.schema import flag, positive, require
+from dschat_ppo.config.schema import check_values, flag, positive, require
 from dschat_ppo.errors import UserError
 
 DATA_FORMATS = Literal[
@@ -79,6 +80,67 @@ def parse_data_split(text: str) -> tuple[float, float, float]:
     return shares  # type: ignore[return-value]
 
 
+def _check_data_path(paths: list[str]) -> None:
+    require(bool(paths), "--data_path is required: name at least one data set")
+
+
+def _check_column(name: str, column: str) -> None:
+    require(column != "", f"--{name} is empty; name a column or omit the flag")
+
+
+def _check_better_column(better: str) -> None:
+    _check_column("better_column", better)
+    require(
+        all(name.strip() for name in better.split(",")) and better.count(",") < 2,
+        f"--better_column '{better}': expected a column, or two with a comma between them",
+    )
+
+
+def _check_input_template(template: str) -> None:
+    require(
+        "{}" in template,
+        f"--input_template '{template}' must contain {{}}, which stands for the prompt",
+    )
+    require(
+        "\\n" not in template,
+        f"--input_template '{template}' contains a backslash and the letter n; in bash, $'...'"
+        " makes line breaks of them",
+    )
+
+
+def _check_answer_pattern(pattern: str) -> None:
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as problem:
+        raise UserError(f"--answer_pattern '{pattern}': {problem}") from None
+    require(groups > 0, f"--answer_pattern '{pattern}' needs a group such as (.*)")
+
+
+def parse_role_names(entries: list[str]) -> dict[str, str]:
+    """`--role_names`: further names of roles, in lower case -> system, user, assistant or tool."""
+    roles: dict[str, str] = {}
+    for entry in entries:
+        theirs, _, ours = entry.partition("=")
+        require(
+            bool(theirs.strip()) and ours in ("system", "user", "assistant", "tool"),
+            f"--role_names '{theirs}={ours}' must be THEIRS=OURS, with OURS one of system, user,"
+            " assistant, tool",
+        )
+        roles[theirs.strip().lower()] = ours
+    return roles
+
+
+def parse_template_variables(text: str) -> dict[str, Any]:
+    """`--chat_template_kwargs` as a dict."""
+    try:
+        variables = json.loads(text or "{}")
+    except (ValueError, RecursionError) as problem:
+        raise UserError(f"--chat_template_kwargs is not JSON: {problem}") from None
+    if not isinstance(variables, dict):
+        raise UserError("--chat_template_kwargs must be a JSON object such as '{\"name\": true}'")
+    return variables
+
+
 @dataclass(frozen=True)
 class DataFlags:
     """Data sets, how their rows are read, and tokenisation."""
@@ -89,11 +151,13 @@ class DataFlags:
         " .zst), a folder, or a hub name such as openai/gsm8k:main[train]; add :WEIGHT or @ROWS to"
         " mix several (required)",
         commas=True,
+        check=_check_data_path,
     )
     data_split: str = flag(
         "2,4,4",
         "shares of each data set for SFT, reward model and PPO; the parts are disjoint",
         commas=True,
+        check=parse_data_split,
     )
     data_output_path: str | None = flag(
         None, "folder for prepared data; not given: the cache of `datasets`"
@@ -113,11 +177,29 @@ class DataFlags:
         None,
         "column of the prompt (text or messages); a dot leads into a column, as in question.text",
         "input_key",
+        check=partial(_check_column, "prompt_column"),
     )
-    response_column: str | None = flag(None, "column of the answer that SFT learns", "output_key")
-    chosen_column: str | None = flag(None, "column of the preferred answer", "chosen_key")
-    rejected_column: str | None = flag(None, "column of the other answer", "rejected_key")
-    messages_column: str | None = flag(None, "column of the chat messages")
+    response_column: str | None = flag(
+        None,
+        "column of the answer that SFT learns",
+        "output_key",
+        check=partial(_check_column, "response_column"),
+    )
+    chosen_column: str | None = flag(
+        None,
+        "column of the preferred answer",
+        "chosen_key",
+        check=partial(_check_column, "chosen_column"),
+    )
+    rejected_column: str | None = flag(
+        None,
+        "column of the other answer",
+        "rejected_key",
+        check=partial(_check_column, "rejected_column"),
+    )
+    messages_column: str | None = flag(
+        None, "column of the chat messages", check=partial(_check_column, "messages_column")
+    )
     system_column: str | None = flag(
         None,
         "column of the system message, which precedes chat messages; not given: the column"
@@ -132,27 +214,32 @@ class DataFlags:
         " --rejected_column then name in any order: by its place (0 or 1), the name or the end of"
         " the name of its column or model, or a strength (below 0: the first one); or two columns"
         " with a comma between them, with a number for each answer (the larger one is better)",
+        check=_check_better_column,
     )
     label_column: str | None = flag(
         None,
         "column that says whether a single answer is good (true or false, good or bad, ...), or"
         " which steps of an answer are right",
+        check=partial(_check_column, "label_column"),
     )
     role_names: list[str] = flag(
         [],
         "further names of roles in messages, as in --role_names customer=user agent=assistant;"
         " theirs=system, user, assistant or tool",
+        check=parse_role_names,
     )
     ignore_columns: list[str] = flag([], "columns to leave out knowingly, whatever they hold")
     answer_column: str | None = flag(
         None,
         "column of the correct answer; reward functions receive it as `answer` and `ground_truth`",
         "label_key",
+        check=partial(_check_column, "answer_column"),
     )
     answer_pattern: str | None = flag(
         None,
         "regular expression whose first group is the correct answer, such as '#### (.*)'; searched"
         " in --answer_column",
+        check=_check_answer_pattern,
     )
     apply_chat_template: bool | None = flag(
         None,
@@ -164,6 +251,7 @@ class DataFlags:
         None,
         "text around a plain-text prompt; {} stands for the prompt. Without --apply_chat_template"
         " True, the prompt stays text",
+        check=_check_input_template,
     )
     chat_template: str | None = flag(
         None,
@@ -171,7 +259,9 @@ class DataFlags:
         " with the model. Not given: the tokenizer's",
     )
     chat_template_kwargs: str | None = flag(
-        None, "JSON of variables for the chat template, such as '{\"enable_thinking\": false}'"
+        None,
+        "JSON of variables for the chat template, such as '{\"enable_thinking\": false}'",
+        check=parse_template_variables,
     )
     truncation: Literal["left", "right", "middle", "drop", "error"] = flag(
         "left",
@@ -195,16 +285,7 @@ class DataFlags:
     )
 
     def __post_init__(self) -> None:
-        parse_data_split(self.data_split)
-        template = self.input_template
-        better = self.better_column
-        if better:
-            require(
-                all(name.strip() for name in better.split(",")) and better.count(",") < 2,
-                f"--better_column '{better}': expected a column, or two with a comma between them",
-            )
-        if not self.data_path:
-            raise UserError("--data_path is required: name at least one data set")
+        check_values(self)
         if self.answer_pattern is not None and self.answer_column is None:
             raise UserError(
                 "--answer_pattern needs --answer_column, in which it finds the correct answer"
@@ -214,27 +295,6 @@ class DataFlags:
                 "--streaming and --streaming_rows need each other: the number of rows sets the"
                 " length of an epoch"
             )
-        if template is not None and "{}" not in template:
-            raise UserError(
-                f"--input_template '{template}' must contain {{}}, which stands for the prompt"
-            )
-        if template is not None and "\\n" in template:
-            raise UserError(
-                f"--input_template '{template}' contains a backslash and the letter n; in bash,"
-                " $'...' makes line breaks of them"
-            )
-        for name in COLUMN_FLAGS:
-            if name != "system_column" and vars(self)[name] == "":
-                raise UserError(f"--{name} is empty; name a column or omit the flag")
-        if self.answer_pattern is not None:
-            try:
-                groups = re.compile(self.answer_pattern).groups
-            except re.error as problem:
-                raise UserError(f"--answer_pattern '{self.answer_pattern}': {problem}") from None
-            require(
-                groups > 0, f"--answer_pattern '{self.answer_pattern}' needs a group such as (.*)"
-            )
-        _ = self.template_variables, self.roles  # refuse invalid values now
 
     @property
     def columns(self) -> dict[str, str]:
@@ -257,27 +317,12 @@ class DataFlags:
     def roles(self) -> dict[str, str]:
         """`--role_names`: further names of roles, in lower case -> system, user, assistant or
         tool."""
-        pairs = [entry.partition("=")[::2] for entry in self.role_names]
-        for theirs, ours in pairs:
-            require(
-                bool(theirs.strip()) and ours in ("system", "user", "assistant", "tool"),
-                f"--role_names '{theirs}={ours}' must be THEIRS=OURS, with OURS one of system,"
-                " user, assistant, tool",
-            )
-        return {theirs.strip().lower(): ours for theirs, ours in pairs}
+        return parse_role_names(self.role_names)
 
     @property
     def template_variables(self) -> dict[str, Any]:
         """`--chat_template_kwargs` as a dict."""
-        try:
-            variables = json.loads(self.chat_template_kwargs or "{}")
-        except (ValueError, RecursionError) as problem:
-            raise UserError(f"--chat_template_kwargs is not JSON: {problem}") from None
-        if not isinstance(variables, dict):
-            raise UserError(
-                "--chat_template_kwargs must be a JSON object such as '{\"name\": true}'"
-            )
-        return variables
+        return parse_template_variables(self.chat_template_kwargs or "")
 
 
 @dataclass(frozen=True)

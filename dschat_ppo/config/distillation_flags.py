@@ -7,11 +7,51 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from dschat_ppo.config.schema import flag, not_negative, require, require_used, unit
-from dschat_ppo.errors import UserError
+from dschat_ppo.config.schema import (
+    check_values,
+    flag,
+    not_negative,
+    require,
+    require_used,
+    unit,
+)
 
 MIX = "mix:"
 TEACHER = "--teacher_model_name_or_path"
+
+
+def parse_teachers(texts: list[str]) -> list[tuple[tuple[str, ...], str]]:
+    """(data sources, none for all rows, and folder or hub name) of each teacher."""
+    teachers: list[tuple[tuple[str, ...], str]] = []
+    all_sources: list[str] = []
+    for text in texts:
+        sources, equals, name = text.partition("=")
+        if equals:
+            teachers.append((tuple(sources.split(",")), name))
+            all_sources += sources.split(",")
+        else:
+            teachers.append(((), text))
+    require(all(name for _, name in teachers), f"{TEACHER} must not be an empty string")
+    each_has_sources = all(sources for sources, _ in teachers)
+    are_distinct = len(all_sources) == len(set(all_sources))
+    require(
+        len(teachers) < 2 or (each_has_sources and are_distinct),
+        f"{TEACHER}: of several teachers each needs SOURCE= in front, with sources of its own",
+    )
+    return teachers
+
+
+def parse_policy_share(text: str) -> float:
+    """`--distill_on`: the share of PPO steps whose answers are sampled."""
+    share = {"policy": 1.0, "data": 0.0}.get(text, -1.0)
+    if text.startswith(MIX):
+        with suppress(ValueError):
+            share = float(text.removeprefix(MIX))
+    require(
+        0 <= share <= 1,
+        f"--distill_on '{text}' must be policy, data or mix:P with P from 0 to 1",
+    )
+    return share
 
 
 @dataclass(frozen=True)
@@ -22,6 +62,7 @@ class TeacherFlags:
         [],
         "teacher: a model with the tokenizer of the one that trains; SOURCE= in front: only for the"
         " rows of this data source, so that several teachers share the data",
+        check=parse_teachers,
     )
     distill_loss: Literal["reverse_kl", "forward_kl", "jsd"] = flag(
         "reverse_kl",
@@ -46,18 +87,7 @@ class TeacherFlags:
     )
 
     def __post_init__(self) -> None:
-        all_sources: list[str] = []
-        for sources, name in self.teachers:
-            if not name:
-                raise UserError(f"{TEACHER} must not be an empty string")
-            all_sources += sources
-        each_has_sources = all(sources for sources, _ in self.teachers)
-        are_distinct = len(all_sources) == len(set(all_sources))
-        if len(self.teachers) > 1 and not (each_has_sources and are_distinct):
-            raise UserError(
-                f"{TEACHER}: of several teachers each needs SOURCE= in front, with sources of its"
-                " own"
-            )
+        check_values(self)
         require_used(
             self, "distill_beta", when=self.distill_loss == "jsd", purpose="--distill_loss jsd"
         )
@@ -66,14 +96,7 @@ class TeacherFlags:
     @property
     def teachers(self) -> list[tuple[tuple[str, ...], str]]:
         """(data sources, none for all rows, and folder or hub name) of each teacher."""
-        teachers: list[tuple[tuple[str, ...], str]] = []
-        for text in self.teacher_model_name_or_path:
-            sources, equals, name = text.partition("=")
-            if equals:
-                teachers.append((tuple(sources.split(",")), name))
-            else:
-                teachers.append(((), text))
-        return teachers
+        return parse_teachers(self.teacher_model_name_or_path)
 
     @property
     def routes(self) -> list[tuple[str, tuple[str, ...]]]:
@@ -111,6 +134,7 @@ class DistillationFlags:
         "policy",
         "answers to learn on: 'policy' samples them, 'data' takes those of the data rows, 'mix:P'"
         " samples in a share P of the PPO steps (GKD's lambda)",
+        check=parse_policy_share,
     )
     teacher_prompt_column: str | None = flag(
         None,
@@ -120,18 +144,9 @@ class DistillationFlags:
     )
 
     def __post_init__(self) -> None:
-        _ = self.on_policy_share  # refuse an invalid value now
+        check_values(self)
 
     @property
     def on_policy_share(self) -> float:
         """The share of PPO steps whose answers are sampled."""
-        text = {"policy": "mix:1", "data": "mix:0"}.get(self.distill_on, self.distill_on)
-        share = -1.0
-        if text.startswith(MIX):
-            with suppress(ValueError):
-                share = float(text.removeprefix(MIX))
-        require(
-            0 <= share <= 1,
-            f"--distill_on '{text}' must be policy, data or mix:P with P from 0 to 1",
-        )
-        return share
+        return parse_policy_share(self.distill_on)

@@ -87,10 +87,13 @@ class FlagParser(argparse.ArgumentParser):
         action = self._option_string_actions.get(flag)
         if action is None:
             return None
-        see = "--help"
+        see = self._help_of_flag(flag.lstrip("-").removeprefix("no_"))
+        return f"{_wrong_value(flag, action, problem)} ({see})"
+
+    def _help_of_flag(self, name: str) -> str:
         if self.helps_by_name:
-            see = f"--help {flag.lstrip('-').removeprefix('no_')}"
-        return f"{_wrong_value(flag, action, problem)} (see {see})"
+            return f"see --help {name}"
+        return "see --help"
 
     def _refuse(self, unknown: Sequence[str]) -> NoReturn:
         """Raise the error about the wrong values, and about `unknown` words of the command line."""
@@ -130,13 +133,25 @@ class FlagParser(argparse.ArgumentParser):
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """A wrong value is noted, and takes no effect until all words are read."""
         try:
-            return self._values_of(action, arg_strings)
+            values = self._values_of(action, arg_strings)
+            self._check(action, values)
+            return values
+        except UserError as problem:
+            self._wrong_values.append(f"{problem} ({self._help_of_flag(action.dest)})")
+            return action.default
         except argparse.ArgumentError as problem:
             wrong_value = self._as_wrong_value(str(problem))
             if wrong_value is None:  # of an argument without a name
                 raise
             self._wrong_values.append(wrong_value)
             return action.default
+
+    @staticmethod
+    def _check(action: argparse.Action, values: Any) -> None:
+        """Run the check of a flag (`schema.flag`), which raises `UserError`."""
+        check = getattr(action, "check", None)
+        if check is not None:
+            check(values)
 
     def _values_of(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         # argparse removes "--", and a number becomes a list
@@ -367,6 +382,7 @@ def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any) -> None:
         help=text,
     )
     action.commas = has_commas
+    action.check = field.metadata.get("check")
     action.has_off = default is True
     if default is True:
         section.add_argument(

@@ -14,6 +14,8 @@ from dschat_ppo.errors import UserError, reading
 Stop = Literal["off", "error", "warning"]
 Level = Literal["warning", "error"]
 WINDOW, OFF = "window", "off"
+PPO_WINDOW = 10  # steps
+FIT_WINDOW = 50
 
 
 @dataclass(frozen=True)
@@ -307,7 +309,7 @@ class HealthFlags:
     health: list[str] = flag([], "", commas=True)
 
     def __post_init__(self) -> None:
-        thresholds(self)
+        thresholds(self)  # refuse invalid values now
 
 
 @dataclass(frozen=True)
@@ -315,8 +317,13 @@ class PPOHealthFlags(HealthFlags):
     """Health warnings of step 3."""
 
     rules = PPO_RULES
-    default_window = 10
-    health: list[str] = flag([], _help(PPO_RULES, default_window), commas=True)
+    default_window = PPO_WINDOW
+    health: list[str] = flag(
+        [],
+        _help(PPO_RULES, default_window),
+        commas=True,
+        check=lambda texts: parse_thresholds(texts, PPO_RULES, PPO_WINDOW),
+    )
 
 
 @dataclass(frozen=True)
@@ -324,17 +331,28 @@ class FitHealthFlags(HealthFlags):
     """Health warnings of steps 1 and 2."""
 
     rules = FIT_RULES
-    default_window = 50
-    health: list[str] = flag([], _help(FIT_RULES, default_window), commas=True)
+    default_window = FIT_WINDOW
+    health: list[str] = flag(
+        [],
+        _help(FIT_RULES, default_window),
+        commas=True,
+        check=lambda texts: parse_thresholds(texts, FIT_RULES, FIT_WINDOW),
+    )
 
 
 def thresholds(flags: HealthFlags) -> tuple[int, dict[str, float], set[str]]:
     """(window, threshold of each rule that has one, rules that are off)."""
-    window = flags.default_window
-    defaults = {rule.name: rule.threshold for rule in flags.rules}
+    return parse_thresholds(flags.health, flags.rules, flags.default_window)
+
+
+def parse_thresholds(
+    texts: Sequence[str], rules: Sequence[Rule], window: int
+) -> tuple[int, dict[str, float], set[str]]:
+    """What `thresholds` returns, of the texts of `--health`; `window`: the default."""
+    defaults = {rule.name: rule.threshold for rule in rules}
     off = set[str]()
     limits = dict(defaults)
-    for text in flags.health:
+    for text in texts:
         name, _, value = text.partition("=")
         if name not in (WINDOW, *limits):
             raise UserError(

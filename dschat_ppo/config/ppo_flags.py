@@ -4,7 +4,9 @@ sources."""
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Literal
 
 from dschat_ppo.config.schema import (
@@ -15,17 +17,24 @@ from dschat_ppo.config.schema import (
     SCHEDULERS,
     VALIDATE_ONLY,
     ZERO_STAGES,
+    check_not_empty,
+    check_values,
     finite,
     flag,
     fraction,
     not_negative,
     positive,
+    require,
     require_used,
     share,
 )
 from dschat_ppo.errors import UserError
 
 EMA_DECAY = 0.992  # as in DeepSpeed-Chat
+ADDRESS_NEEDED = (
+    "must be an address such as http://host:5000/get_reward (a Python file: --reward_function"
+    " FILE.py:FUNCTION)"
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,9 @@ class PPOFlags:
     max_answer_seq_len: int = positive(256, "maximum new tokens of an answer")
 
     temperature: float = flag(
-        1.0, "sampling temperature, above 0; log-probs are computed at the same temperature"
+        1.0,
+        "sampling temperature, above 0; log-probs are computed at the same temperature",
+        range="temperature",
     )
     top_p: float = share(
         1.0,
@@ -91,8 +102,12 @@ class PPOFlags:
         "minimum new tokens of an answer; EOS and stop tokens are suppressed until then, in"
         " log-probs and KL too",
     )
-    stop_strings: list[str] = flag([], "strings that end an answer; they are part of it")
-    stop_token_ids: list[int] = flag(
+    stop_strings: list[str] = flag(
+        [],
+        "strings that end an answer; they are part of it",
+        check=partial(check_not_empty, "stop_strings"),
+    )
+    stop_token_ids: list[int] = not_negative(
         [], "token ids that end an answer, in addition to EOS", commas=True
     )
     rollout_rows: int = not_negative(
@@ -199,20 +214,11 @@ class PPOFlags:
     )
 
     def __post_init__(self) -> None:
-        if not 0 < self.temperature < math.inf:
-            raise UserError(
-                f"--temperature {self.temperature}: must be above 0; --top_k 1 takes the most "
-                "likely token (greedy)"
-            )
         if self.min_answer_seq_len > self.max_answer_seq_len:
             raise UserError(
                 f"--min_answer_seq_len {self.min_answer_seq_len} is above --max_answer_seq_len "
                 f"{self.max_answer_seq_len}"
             )
-        if any(token_id < 0 for token_id in self.stop_token_ids):
-            raise UserError("--stop_token_ids must be 0 or above")
-        if not all(self.stop_strings):
-            raise UserError("--stop_strings must not contain an empty string")
         if self.offload_reference_model and self.actor_zero_stage < 3:
             raise UserError(
                 "--offload_reference_model needs --actor_zero_stage 3: only ZeRO-3 keeps "
@@ -328,6 +334,41 @@ class EvaluationFlags:
         )
 
 
+def parse_reward_default(text: str) -> float | None:
+    """`--reward_default`: the score of an answer without one; None: it leaves its group."""
+    if text == "leave":
+        return None
+    score = math.nan
+    with suppress(ValueError):
+        score = float(text)
+    require(math.isfinite(score), f"--reward_default {text}: expected 'leave' or a finite number")
+    return score
+
+
+def _check_reward_functions(functions: list[str]) -> None:
+    check_not_empty("reward_function", functions)
+    for function in functions:
+        weight = split_weight(function)[1]
+        require(
+            math.isfinite(weight),
+            f"--reward_function {function}: the weight must be finite, got {weight}",
+        )
+
+
+def _split_urls(text: str) -> list[str]:
+    return [url.strip() for url in text.split(",")]
+
+
+def _check_remote_urls(text: str) -> None:
+    for url in _split_urls(text):
+        require(bool(url), "--remote_reward_url contains an empty URL")
+        # what precedes an @ may be a password
+        require(
+            url.startswith(("http://", "https://")),
+            f"--remote_reward_url {url.rpartition('@')[2]}: {ADDRESS_NEEDED}",
+        )
+
+
 @dataclass(frozen=True)
 class RewardSourceFlags:
     """Reward sources; the score of an answer is their weighted sum."""
@@ -356,15 +397,19 @@ class RewardSourceFlags:
         "reward functions: path.py:name, module.path:name or the name of a built-in rule, each with"
         " optional ?key=value settings and :weight; SOURCE= in front: only for the rows of this"
         " data source (docs/rewards.md)",
+        check=_check_reward_functions,
     )
     reward_workers: int = positive(
         2, "number of worker processes on each rank, for each reward function"
     )
-    reward_timeout: float = positive(10.0, "timeout of a reward function call, in seconds")
+    reward_timeout: float = flag(
+        10.0, "timeout of a reward function call, in seconds", range="seconds_to_days"
+    )
     reward_default: str = flag(
         "leave",
         "score of an answer on which a reward source with a weight or its environment failed, or"
         " that no source scores; leave: such an answer leaves its group and trains nothing",
+        check=parse_reward_default,
     )
     allow_weak_sandbox: bool = flag(
         False,
@@ -376,6 +421,7 @@ class RewardSourceFlags:
         "URL of a reward service, http://host:port/get_reward, or of several; with *** for"
         " credentials, it is taken from DSCHAT_PPO_REMOTE_REWARD_URL",
         commas=True,
+        check=_check_remote_urls,
     )
     remote_reward_weight: float = finite(1.0, "weight of the remote reward; 0 = only log it")
     remote_reward_sources: list[str] = flag(
@@ -383,23 +429,12 @@ class RewardSourceFlags:
         "data sources whose rows are sent to the reward service; not given: all rows",
         commas=True,
     )
-    remote_reward_timeout: float = positive(60.0, "timeout of a request, in seconds")
+    remote_reward_timeout: float = flag(
+        60.0, "timeout of a request, in seconds", range="seconds_to_days"
+    )
 
     def __post_init__(self) -> None:
-        score = self.default_score
-        if max(self.reward_timeout, self.remote_reward_timeout) > 10**6:
-            raise UserError(
-                "--reward_timeout and --remote_reward_timeout must be at most 10^6 seconds, "
-                "eleven days"
-            )
-        if score is not None and not math.isfinite(score):
-            raise UserError(
-                f"--reward_default {self.reward_default}: expected 'leave' or a finite number"
-            )
-        if not all(self.reward_function):
-            raise UserError("--reward_function must not be an empty string")
-        if not all(self.remote_urls):
-            raise UserError("--remote_reward_url contains an empty URL")
+        check_values(self)
         require_used(
             self,
             "reward_model_name_or_path process_reward reward_model_sources",
@@ -415,14 +450,8 @@ class RewardSourceFlags:
 
     @property
     def default_score(self) -> float | None:
-        """The score of an answer without one; None: it leaves its group. NaN for a text that is no
-        number, which is refused."""
-        if self.reward_default == "leave":
-            return None
-        try:
-            return float(self.reward_default)
-        except ValueError:
-            return math.nan
+        """The score of an answer without one; None: it leaves its group."""
+        return parse_reward_default(self.reward_default)
 
     @property
     def has_functions(self) -> bool:
@@ -434,7 +463,7 @@ class RewardSourceFlags:
         """The URLs in `--remote_reward_url`; empty if it is not given."""
         if self.remote_reward_url is None:
             return []
-        return [url.strip() for url in self.remote_reward_url.split(",")]
+        return _split_urls(self.remote_reward_url)
 
     @property
     def learned_alone(self) -> bool:

@@ -8,11 +8,34 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from dschat_ppo.config.schema import flag, fraction, not_negative, positive, require, share
+from dschat_ppo.config.schema import (
+    check_values,
+    flag,
+    fraction,
+    not_negative,
+    positive,
+    require,
+    share,
+)
 from dschat_ppo.errors import UserError
 
 AUTO, NEVER = "auto", "never"
 _ONE_END = "answers end with the chat template's end-of-turn token, or with EOS after a text prompt"
+
+
+def _check_trackers(names: list[str]) -> None:
+    require(
+        "none" not in names or len(set(names)) == 1,
+        f"--report_to {' '.join(names)}: none cannot be combined with other trackers; omit it or"
+        " them",
+    )
+
+
+def _check_repository(name: str) -> None:
+    require(
+        name.count("/") == 1 and all(name.split("/")),
+        f"--push_to_hub {name}: name the repository as OWNER/NAME",
+    )
 
 
 @dataclass(frozen=True)
@@ -69,6 +92,7 @@ class RunFlags:
         ' such as pip install "dschat_ppo[wandb]". none: no tracker, even with'
         " --enable_tensorboard",
         commas=True,
+        check=_check_trackers,
     )
     run_name: str | None = flag(
         None,
@@ -91,6 +115,7 @@ class RunFlags:
         None,
         "OWNER/NAME of a Hugging Face repository to which the run uploads the model at its end"
         " (step 3: the actor); a new one is private",
+        check=_check_repository,
     )
     profile: int | None = positive(
         None,
@@ -118,13 +143,7 @@ class RunFlags:
             raise UserError(
                 "--output_dir is required: name the folder for the model and its metrics"
             )
-        if "none" in self.report_to and len(set(self.report_to)) > 1:
-            raise UserError(
-                f"--report_to {' '.join(self.report_to)}: none cannot be combined with other "
-                "trackers; omit it or them"
-            )
-        if self.push_to_hub is not None and self.push_to_hub.count("/") != 1:
-            raise UserError(f"--push_to_hub {self.push_to_hub}: name the repository as OWNER/NAME")
+        check_values(self)
         if (self.optimizer == "muon") != (self.muon_learning_rate is not None):
             raise UserError(
                 "--optimizer muon and --muon_learning_rate need each other (--help muon says "
@@ -206,10 +225,11 @@ class SafetyFlags:
     resume_force: bool = flag(
         False, "resume even if flags or data that affect the result have changed"
     )
-    collective_timeout: float = positive(
+    collective_timeout: float = flag(
         1800.0,
         "seconds after which the run ends if no rank makes progress (the logs then have the"
         " stacks)",
+        range="seconds_to_years",
     )
     on_nonfinite: Literal["stop", "skip"] = flag(
         "stop",
@@ -219,13 +239,6 @@ class SafetyFlags:
     max_nonfinite_skips: int = positive(
         3, "with --on_nonfinite skip: stop after this many skipped updates in a row"
     )
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.collective_timeout <= 10**8:
-            raise UserError(
-                f"--collective_timeout {self.collective_timeout}: must be at least 1 second, "
-                "because progress is checked every half second, and at most 10^8, three years"
-            )
 
 
 @dataclass(frozen=True)

@@ -43,19 +43,47 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "finite": ("finite", math.isfinite),
     "unit": ("between 0 and 1", lambda value: 0 <= value <= 1),
     "share": ("above 0 and at most 1", lambda value: 0 < value <= 1),
+    "open_unit": ("above 0 and below 1", lambda value: 0 < value < 1),
+    "above_one": ("above 1", lambda value: value > 1),
+    "zero_or_above_one": ("0 (off) or above 1", lambda value: value == 0 or value > 1),
+    "tokens_of_a_row": ("at least 2 (a prompt and an answer token)", lambda value: value >= 2),
+    "temperature": (
+        "finite and above 0; --top_k 1 takes the most likely token (greedy)",
+        lambda value: 0 < value < math.inf,
+    ),
+    # its progress is checked every half second
+    "seconds_to_years": (
+        "at least 1 second, and at most 10^8, three years",
+        lambda value: 1 <= value <= 10**8,
+    ),
+    "seconds_to_days": (
+        "above 0, and at most 10^6 seconds, eleven days",
+        lambda value: 0 < value <= 10**6,
+    ),
 }
 
 
-def flag(default: Any, help: str, *aliases: str, commas: bool = False, range: str = "") -> Any:
+def flag(
+    default: Any,
+    help: str,
+    *aliases: str,
+    commas: bool = False,
+    range: str = "",
+    check: Callable[[Any], Any] | None = None,
+) -> Any:
     """A dataclass field that becomes the command-line flag of the same name. `aliases` are names of
     other libraries. A list takes any number of values; with `commas` it takes them between commas
     too, and a text has such parts, which may also be words of their own. `range`: of `RANGES`,
-    which the parser checks."""
+    which the parser checks. `check`: what else the value alone must be, without the other flags and
+    without a file; it raises `UserError` with the name of the flag, for the message in which the
+    parser names all wrong values."""
     metadata: dict[str, Any] = {"help": help, "aliases": [f"--{name}" for name in aliases]}
     if commas:
         metadata["commas"] = True
     if range:
         metadata["range"] = range
+    if check is not None:
+        metadata["check"] = check
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -73,6 +101,21 @@ def require(condition: bool, message: str) -> None:
     """Raise `UserError(message)` unless `condition` holds."""
     if not condition:
         raise UserError(message)
+
+
+def check_values(flags: Any) -> None:
+    """Run the checks of the single flags of a group that was not parsed."""
+    for flag_field in fields(flags):
+        check = flag_field.metadata.get("check")
+        value = vars(flags)[flag_field.name]
+        if check is not None and value is not None:
+            check(value)
+
+
+def check_not_empty(name: str, value: str | list[str]) -> None:
+    """Refuse an empty text, or a list with one."""
+    texts = [value] if isinstance(value, str) else value
+    require(all(texts), f"--{name} must not be an empty string")
 
 
 def default_of(flag_field: Field[Any]) -> Any:

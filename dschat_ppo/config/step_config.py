@@ -4,6 +4,7 @@ without effect."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
@@ -69,6 +70,8 @@ class StepConfig(ABC):
     # in checkpoints; those of "dpo" are of the kind "reward"
     kind: ClassVar[Literal["sft", "reward", "ppo"]]
     own_defaults = dict[str, Any]()  # flag -> default that replaces that of a shared group
+    # flag -> a check of its value in this step alone, as in `schema.flag`
+    own_checks = dict[str, Callable[[Any], Any]]()
     own_notes = dict[str, str]()  # flag without effect in this step alone -> the reason
     micro_batch = "per_device_train_batch_size"  # the flag of the rows of a micro-batch
 

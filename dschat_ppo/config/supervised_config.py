@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dschat_ppo.config.data_flags import StepData
-from dschat_ppo.config.distillation_flags import TEACHER, TeacherFlags
+from dschat_ppo.config.distillation_flags import TEACHER, TeacherFlags, parse_teachers
 from dschat_ppo.config.health_flags import FitHealthFlags
-from dschat_ppo.config.schema import require_used
+from dschat_ppo.config.schema import require, require_used
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.config.supervised_flags import (
     BestFlags,
@@ -78,6 +78,19 @@ class FitConfig(StepConfig):
         )
 
 
+def _check_one_teacher(texts: list[str]) -> None:
+    sources = [sources for sources, _ in parse_teachers(texts)]
+    require(not any(sources), f"{TEACHER}: step 1 takes one teacher, for all rows")
+
+
+def _check_share_of_loss(coef: float) -> None:
+    require(
+        0 < coef <= 1,
+        f"--distill_coef {coef} is the share of the divergence in the loss; it must be above 0 and"
+        " at most 1",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(FitConfig):
     """The configuration of step 1."""
@@ -87,18 +100,15 @@ class SFTConfig(FitConfig):
 
     kind = "sft"
     own_defaults = {"tensorboard_path": "step1_tensorboard"}
+    own_checks = {
+        "teacher_model_name_or_path": _check_one_teacher,
+        "distill_coef": _check_share_of_loss,
+    }
 
     def __post_init__(self) -> None:
         teacher = self.teacher
         has_teacher = bool(teacher.teachers)
         ranks_of_row = self.memory.sequence_parallel_size
-        if any(sources for sources, _ in teacher.teachers):
-            raise UserError(f"{TEACHER}: step 1 takes one teacher, for all rows")
-        if teacher.distill_coef is not None and not 0 < teacher.distill_coef <= 1:
-            raise UserError(
-                f"--distill_coef {teacher.distill_coef} is the share of the divergence in the "
-                "loss; it must be above 0 and at most 1"
-            )
         if has_teacher and ranks_of_row > 1:
             raise UserError(
                 f"--sequence_parallel_size {ranks_of_row}: a divergence from a teacher needs "

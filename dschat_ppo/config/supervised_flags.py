@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from dschat_ppo.config.data_flags import Use
@@ -16,6 +17,8 @@ from dschat_ppo.config.schema import (
     SCHEDULERS,
     VALIDATE_ONLY,
     ZERO_STAGES,
+    check_not_empty,
+    check_values,
     flag,
     fraction,
     not_negative,
@@ -75,6 +78,7 @@ class SupervisedFlags:
         512,
         "maximum tokens of a row, prompt and answer together; batches are padded to their"
         " longest row",
+        range="tokens_of_a_row",
     )
     per_device_train_batch_size: int = positive(16, "micro-batch size per device")
     packing: bool = flag(
@@ -130,11 +134,6 @@ class SupervisedFlags:
     validate_only: bool = flag(False, VALIDATE_ONLY)
 
     def __post_init__(self) -> None:
-        if self.max_seq_len < 2:
-            raise UserError(
-                "--max_seq_len must be at least 2 (a prompt and an answer token), got "
-                f"{self.max_seq_len}"
-            )
         if self.offload and self.zero_stage == 0:
             raise UserError(
                 "--offload needs --zero_stage 1, 2 or 3: stage 0 keeps everything on the device"
@@ -157,6 +156,25 @@ class BestMetric:
 LOWEST_LOSS = BestMetric("eval_loss", higher=False)
 
 
+def parse_best_metric(metric: str) -> BestMetric:
+    """`--metric_for_best`: the metric that it names."""
+    text, _, direction = metric.rpartition(":")
+    if direction not in ("min", "max"):
+        text = metric
+        direction = ""
+    name = f"{EVAL}{text.removeprefix(EVAL)}"
+    # what is measured, without the name of a data set
+    kind = name.split("/")[0].rpartition("_")[2]
+    require(
+        bool(direction) or kind in (*_LOWER, *_HIGHER),
+        f"--metric_for_best {metric}: is a higher or a lower value better? Write {name}:max or"
+        f" {name}:min",
+    )
+    if direction:
+        return BestMetric(name, direction == "max")
+    return BestMetric(name, kind in _HIGHER)
+
+
 @dataclass(frozen=True)
 class BestFlags:
     """Best model."""
@@ -167,31 +185,18 @@ class BestFlags:
         " best/ in --output_dir. Loss and perplexity are better lower, accuracy and margin higher;"
         " for others write NAME:min or NAME:max. Not given: no model is kept, and the best"
         " checkpoint is that of the lowest eval_loss",
+        check=parse_best_metric,
     )
 
     def __post_init__(self) -> None:
-        _ = self.best_metric  # checked before anything is loaded
+        check_values(self)
 
     @property
     def best_metric(self) -> BestMetric:
         """The metric of `--metric_for_best`, or the loss."""
         if self.metric_for_best is None:
             return LOWEST_LOSS
-        text, _, direction = self.metric_for_best.rpartition(":")
-        if direction not in ("min", "max"):
-            text = self.metric_for_best
-            direction = ""
-        name = f"{EVAL}{text.removeprefix(EVAL)}"
-        # what is measured, without the name of a data set
-        kind = name.split("/")[0].rpartition("_")[2]
-        require(
-            bool(direction) or kind in (*_LOWER, *_HIGHER),
-            f"--metric_for_best {self.metric_for_best}: is a higher or a lower value better? Write"
-            f" {name}:max or {name}:min",
-        )
-        if direction:
-            return BestMetric(name, direction == "max")
-        return BestMetric(name, kind in _HIGHER)
+        return parse_best_metric(self.metric_for_best)
 
     def require_metric(self, metrics: Sequence[str]) -> None:
         """Check that the metric is one of `metrics` (without "eval_"), or one of them for a data
@@ -283,6 +288,7 @@ class PreferenceFlags:
         "process: text between two steps of an answer (\\n stands for a line break, \\t for a tab);"
         " the score of a step is read at the token that completes it, that of the last step at the"
         " answer's final token",
+        check=partial(check_not_empty, "step_separator"),
     )
     offload_reference_model: bool = flag(
         False,
@@ -294,8 +300,7 @@ class PreferenceFlags:
         for name, objectives in ONLY_FOR.items():
             purpose = f"--objective {' or '.join(objectives)}"
             require_used(self, name, when=self.objective in objectives, purpose=purpose)
-        if not self.step_separator:
-            raise UserError("--step_separator must not be an empty string")
+        check_values(self)
         if self.objective in ONLY_FOR["label_smoothing"] and not 0 < self.label_smoothing < 0.5:
             raise UserError(
                 "--label_smoothing must be above 0 and below 0.5 for --objective "

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
+from dschat_ppo.config.ppo_flags import ADDRESS_NEEDED
 from dschat_ppo.data.examples import TRUTH
 from dschat_ppo.errors import (
     HIDDEN,
@@ -68,10 +69,7 @@ def usable_urls(urls: list[str]) -> list[str]:
         has_scheme = parsed.scheme in ("http", "https")
         if not has_scheme or not parsed.host or (parsed.port or 80) >= 2**16:
             # without credentials: a password with a slash makes it invalid
-            raise UserError(
-                f"{FLAG} {url.rpartition('@')[2]}: must be an address such as"
-                " http://host:5000/get_reward (a Python file: --reward_function FILE.py:FUNCTION)"
-            )
+            raise UserError(f"{FLAG} {url.rpartition('@')[2]}: {ADDRESS_NEEDED}")
         remember_credentials(url)
     return whole_urls
 

@@ -509,6 +509,32 @@ RANGES = {
     """
     ),
 }
+# Flags of all steps, each with a value that is wrong by itself
+WRONG_EVERYWHERE = """
+    dtype=bfloat16 data_split=2,4 data_split=0,0,0 prompt_column= label_column= better_column=a,
+    role_names=a=b answer_pattern=( answer_pattern=a input_template=a chat_template_kwargs=[1]
+    chat_template_kwargs={ push_to_hub=model report_to=none,wandb collective_timeout=0.5
+    health=no_rule health=window=x seed=-1 bad_rows=all data_path= max_steps=x
+"""
+WRONG = {
+    "sft": (
+        """
+        max_seq_len=1 metric_for_best=chosen_score distill_coef=2 distill_coef=0
+        teacher_model_name_or_path= teacher_model_name_or_path=a=b eval_fraction=2 train_on=none
+    """
+    ),
+    "reward": "max_seq_len=0 metric_for_best=kl step_separator= objective=ppo beta=0",
+    "ppo": (
+        """
+        reward_default=many reward_default=inf reward_default=nan reward_function=
+        reward_function=exact_match:nan remote_reward_url= remote_reward_url=localhost:5000
+        remote_reward_url=ftp://h reward_timeout=1e7 remote_reward_timeout=0 stop_strings=
+        stop_token_ids=-1 temperature=0 dual_clip=0.5 importance_cap=1 clip_eps=1 clip_eps_low=1
+        dynamic_sampling_range=1 teacher_model_name_or_path= distill_on=mix:2 distill_on=some
+        gamma=2 advantage_estimator=ppo top_k=-1
+    """
+    ),
+}
 RANK = {"sft": "--lora_dim", "dpo": "--lora_dim", "ppo": "--actor_lora_dim"}
 
 
@@ -530,6 +556,42 @@ def test_flags_that_do_not_go_together_are_refused(step, given, message):
 def test_a_value_out_of_range_is_refused(step, case):
     name, _, value = case.partition("=")
     assert f"--{name}" in refused(step, f"--{name}", value)
+
+
+@pytest.mark.parametrize(
+    ("step", "case"),
+    [(step, case) for step, text in WRONG.items() for case in f"{WRONG_EVERYWHERE} {text}".split()],
+)
+def test_every_wrong_value_is_in_the_one_message(step, case):
+    """Beside a wrong choice before it, a wrong number behind it, and an unknown flag."""
+    name, _, value = case.partition("=")
+    words = ["--attn_implementation", "fast", f"--{name}", value, "--adam_beta1", "9", "--zz"]
+    with pytest.raises(UserError) as problem:
+        read(step, *words)
+    lines = str(problem.value).splitlines()
+    assert len(lines) == 4
+    wanted = "--attn_implementation", f"--{name}", "--adam_beta1", "unknown flag or value: --zz"
+    for line, start in zip(lines, wanted, strict=True):
+        assert line.startswith(start)
+
+
+@pytest.mark.parametrize("step", WRONG)
+def test_many_wrong_values_have_a_line_each(step):
+    cases = dict(case.split("=", 1) for case in f"{WRONG_EVERYWHERE} {WRONG[step]}".split())
+    words = [word for name, value in cases.items() for word in (f"--{name}", value)]
+    with pytest.raises(UserError) as problem:
+        read(step, *words)
+    lines = str(problem.value).splitlines()
+    assert [line.split()[0].rstrip(":") for line in lines] == [f"--{name}" for name in cases]
+
+
+def test_the_wrong_values_of_a_file_are_in_one_message(tmp_path):
+    path = tmp_path / "settings.yaml"
+    path.write_text("reward_default: many\ndtype: bfloat16\ndistill_on: some\n")
+    with pytest.raises(UserError) as problem:
+        read("ppo", "--config", str(path))
+    message = str(problem.value)
+    assert all(f"--{name} " in message for name in ("reward_default", "dtype", "distill_on"))
 
 
 @pytest.mark.parametrize("step", RANK)
