@@ -39,7 +39,14 @@ from dschat_ppo.data.form_choice import FIRST_ROWS, detect_form
 from dschat_ppo.data.forms import Form, check_flags_used
 from dschat_ppo.data.parts import Raw
 from dschat_ppo.data.rows import ORIGIN, ROW, RawRows, read_splits
-from dschat_ppo.data.sources import DataSource, OpenSet, is_hub_name, open_set, parse_sources
+from dschat_ppo.data.sources import (
+    DataSource,
+    OpenSet,
+    is_hub_name,
+    open_set,
+    parse_sources,
+    parse_unweighted,
+)
 from dschat_ppo.data.streaming import (
     ALL,
     SPLIT_ROWS,
@@ -101,10 +108,13 @@ def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
         StopRequested: On a stop request.
     """
     flags = step.flags
-    sources = parse_sources(flags.data_path, step.whole_flag or "--data_path")
+    if step.whole_flag:
+        sources = parse_unweighted(flags.data_path, step.whole_flag)
+    else:
+        sources = parse_sources(flags.data_path, "--data_path")
     names = [source.name for source in sources]
     sources += parse_sources(step.whole_paths, "--sft_only_data_path", names)
-    sources += parse_sources(step.eval_paths, EVAL_FLAG)
+    sources += parse_unweighted(step.eval_paths, EVAL_FLAG)
     is_only = len(sources) == 1
     prepared = list[PreparedSource]()
     with main_rank_of_node_first(), subprocesses_may_stop(DOING):
@@ -376,7 +386,9 @@ def text_blocks(
         return _blocks_of_batch(raw_rows, origins, tokenizer, length)
 
     with main_rank_of_node_first(), subprocesses_may_stop(DOING):
-        source = parse_sources([spec], PTX_FLAG)[0]
+        [source] = parse_unweighted([spec], PTX_FLAG)
+        if source.samples is not None:
+            raise UserError(f"{PTX_FLAG} {spec}: takes all rows; omit '@{source.samples}'")
         if is_hub_name(source.location):
             source = replace(source, config=source.config or config_name)
         opened = open_set(source, cache)

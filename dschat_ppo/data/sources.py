@@ -126,6 +126,18 @@ def parse_sources(specs: Sequence[str], flag: str, taken: Collection[str] = ()) 
     return sources
 
 
+def parse_unweighted(specs: Sequence[str], flag: str) -> list[DataSource]:
+    """The data sets that `flag` names, which are used side by side and not mixed by weights."""
+    for spec in specs:
+        [source] = parse_sources([spec], flag)
+        if source.weight is not None:
+            raise UserError(
+                f"{flag} {source.spec}: the weight has no effect, because these data sets are not"
+                " mixed; omit it"
+            )
+    return parse_sources(specs, flag)
+
+
 def is_hub_name(location: str) -> bool:
     """Whether `location` is a hub name rather than a path; a path need not exist."""
     is_path = (

@@ -163,6 +163,14 @@ def test_weights_and_numbers_of_rows_mix_data_sets_whose_rows_name_them(tmp_path
     assert sorted(prompts_of(sampled))[:2] == ["prompt 6"] * 2 and len(sampled) == 5
 
 
+def test_evaluation_and_plain_text_take_no_weight(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS[:6])
+    with pytest.raises(UserError, match=r"^--eval_data_path .*a.jsonl:2: the weight has no effect"):
+        rows_for("sft", flags_for(tmp_path, path), eval_paths=[f"{path}:2"])
+    with pytest.raises(UserError, match=r"^--data_path .*a.jsonl:2: the weight has no effect"):
+        rows_for("prompt", flags_for(tmp_path, f"{path}:2"), whole_flag="--data_path")
+
+
 def test_rows_their_order_and_their_fingerprints_are_those_of_earlier_versions(tmp_path):
     """For steps 1 and 2 those of the code that tokenised the permuted rows."""
     rows = [

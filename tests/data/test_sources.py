@@ -12,7 +12,13 @@ from datasets import ClassLabel, Dataset, DatasetDict
 from datasets.exceptions import DatasetGenerationError
 from prepared import column, load, origins_of, source_of, whole_set, write_jsonl
 
-from dschat_ppo.data.sources import is_hub_name, open_set, parse_sources, split_files
+from dschat_ppo.data.sources import (
+    is_hub_name,
+    open_set,
+    parse_sources,
+    parse_unweighted,
+    split_files,
+)
 from dschat_ppo.errors import UserError
 
 
@@ -101,6 +107,13 @@ def test_wrong_names_are_rejected_with_their_flag(specs, words):
     with pytest.raises(UserError, match=f"^--data_path.*{words}") as problem:
         parse_sources(specs, "--data_path")
     assert "\n" not in str(problem.value)
+
+
+@pytest.mark.parametrize("specs", [["a.jsonl:0.5"], ["b.jsonl", "a.jsonl:2"], ["a.jsonl:1", "b"]])
+def test_a_weight_without_a_mixture_is_refused(specs):
+    with pytest.raises(UserError, match=r"^--eval_data_path a.jsonl:\S+: the weight has no effect"):
+        parse_unweighted(specs, "--eval_data_path")
+    assert [source.samples for source in parse_unweighted(["a@5", "b"], "--x")] == [5, None]
 
 
 # Folders
