@@ -169,6 +169,10 @@ def test_evaluation_and_plain_text_take_no_weight(tmp_path):
         rows_for("sft", flags_for(tmp_path, path), eval_paths=[f"{path}:2"])
     with pytest.raises(UserError, match=r"^--data_path .*a.jsonl:2: the weight has no effect"):
         rows_for("prompt", flags_for(tmp_path, f"{path}:2"), whole_flag="--data_path")
+    flag = "--unsupervised_dataset_name .*a.jsonl"
+    for ending, words in ((":2", "the weight has no effect"), ("@2", "takes all rows; omit '@2'")):
+        with pytest.raises(UserError, match=rf"^{flag}{ending}: {words}"):
+            text_blocks(f"{path}{ending}", None, TOKENIZER, 8, flags_for(tmp_path, path))
 
 
 def test_rows_their_order_and_their_fingerprints_are_those_of_earlier_versions(tmp_path):
