@@ -113,8 +113,7 @@ class AdvantageComputation:
             self.running.update(rows.scores[rows.has_score])
         self.used_kl_coef = self.kl_coef.value
 
-        # (N,)
-        scores = self.scaled_and_clipped(rows.scores)
+        scores = self.scaled_and_clipped(rows.scores)  # (N,)
         scores = scores + missing_eos(rows.ended, flags.missing_eos_penalty)
         if flags.overlong_buffer:
             scores = scores + overlong_penalty(
