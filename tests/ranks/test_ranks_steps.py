@@ -88,7 +88,7 @@ def out(assets, tmp_path_factory):
 
 
 @pytest.mark.parametrize("model", ["sft", "ppo/actor"])
-def test_plain_transformers_stops_where_the_chat_tempminimum_length_an_answer(out, model):
+def test_plain_transformers_stops_where_the_chat_template_ends_an_answer(out, model):
     assert GenerationConfig.from_pretrained(out / model).eos_token_id == [1, 4]
 
 
