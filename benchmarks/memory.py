@@ -238,7 +238,7 @@ def run_here(step: str, words: list[str]) -> None:
 
     if not torch.cuda.is_available():
         # as on a GPU, so that "held" sees what leaves
-        sleep.on_device = lambda tensor: True
+        sleep.is_in_device_memory = lambda tensor: True
     write, generating = MetricsWriter.write, hybrid_engine.HybridEngine.generating
     held: dict[str, float] = {}
 

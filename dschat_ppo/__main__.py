@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from dschat_ppo.commands import TRAINERS, start
+from dschat_ppo.commands import TRAINERS, start_ranks
 from dschat_ppo.config.help_text import TITLES
 from dschat_ppo.run.launch import leave
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         words = words[1:]
     name = words[0] if words else "--help"
     if name in TRAINERS:
-        return start(name, words[1:])
+        return start_ranks(name, words[1:])
     if name.replace("-", "_") in TOOLS:
         sys.argv = [f"dschat_ppo {name}", *words[1:]]
         runpy.run_module(

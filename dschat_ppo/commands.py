@@ -2,10 +2,11 @@
 
 `training/step*/main.py` call `run_training`: the process is the only rank, or one of those of
 `deepspeed` or another launcher. The commands `dschat-sft`, `dschat-reward`, `dschat-dpo` and
-`dschat-ppo`, and `python -m dschat_ppo`, call `start`. Without a launcher that starts one rank for
-each GPU of this machine, through the program that `deepspeed` starts on each machine; without a
-GPU, one rank in this process. `--num_accelerators N` sets the number of ranks. After Ctrl-C a
-single rank returns 130 and the launcher 1, so that a shell does not go on with the next step.
+`dschat-ppo`, and `python -m dschat_ppo`, call `start_ranks`. Without a launcher that starts one
+rank for each GPU of this machine, through the program that `deepspeed` starts on each machine;
+without a GPU, one rank in this process. `--num_accelerators N` sets the number of ranks. After
+Ctrl-C a single rank returns 130 and the launcher 1, so that a shell does not go on with the next
+step.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def take_num_accelerators(argv: Sequence[str]) -> tuple[int | None, list[str]]:
     return count, words
 
 
-def start(step: str, argv: Sequence[str]) -> int:
+def start_ranks(step: str, argv: Sequence[str]) -> int:
     """Run a step (of `TRAINERS`) on as many ranks as `argv` or the devices say; returns the exit
     code. Replaces this process by DeepSpeed's launcher if there are several."""
     open_closed_streams()

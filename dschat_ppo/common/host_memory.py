@@ -24,7 +24,7 @@ LARGEST = 2**25
 def host_memory(root: Path = Path("/")) -> int:
     """Bytes of host memory: the machine's, or the lowest limit of the cgroups that this process is
     in (a container, a job). `root` is where `proc` and `sys` are."""
-    limits = [_number(folder / "memory.max") for folder in _cgroups(root)]
+    limits = [_integer_in(folder / "memory.max") for folder in _cgroups(root)]
     return min([psutil.virtual_memory().total, *(limit for limit in limits if limit is not None)])
 
 
@@ -33,8 +33,8 @@ def available_memory(root: Path = Path("/")) -> int:
     a cgroup leaves."""
     found = [psutil.virtual_memory().available]
     for folder in _cgroups(root):
-        limit = _number(folder / "memory.max")
-        used = _number(folder / "memory.current")
+        limit = _integer_in(folder / "memory.max")
+        used = _integer_in(folder / "memory.current")
         # the kernel drops inactive pages of files when memory is short
         if limit is not None and used is not None:
             stat = dict(
@@ -66,7 +66,7 @@ def _text(file: Path) -> str:
         return ""
 
 
-def _number(file: Path) -> int | None:
+def _integer_in(file: Path) -> int | None:
     text = _text(file)
     return int(text) if text.isdecimal() else None
 

@@ -151,7 +151,7 @@ def quiet_prints() -> Iterator[None]:
             _HIDDEN.pop()
 
 
-def table(title: str, rows: Iterable[tuple[str, str]]) -> str:
+def titled_table(title: str, rows: Iterable[tuple[str, str]]) -> str:
     pairs = list(rows)
     width = max(len(left) for left, _ in pairs)
     return "\n".join([title] + [f"  {left.ljust(width)}  {right}" for left, right in pairs])

@@ -70,7 +70,7 @@ def _flat_buffers(engine: Engine, names: Sequence[str]) -> Iterator[Tensor]:
             yield from buffers
 
 
-def on_device(tensor: Tensor) -> bool:
+def is_in_device_memory(tensor: Tensor) -> bool:
     """Whether a tensor is in device memory; never on a CPU."""
     return tensor.device.type != "cpu"
 
@@ -81,11 +81,11 @@ def reused_memory(host: HostMemory, index: int, size: int) -> torch.UntypedStora
     if index in host and host[index].nbytes() != size:
         del host[index]  # freed before other memory is taken
     if index not in host:
-        host[index] = host_memory(size)
+        host[index] = allocate_on_host(size)
     return host[index]
 
 
-def host_memory(size: int) -> torch.UntypedStorage:
+def allocate_on_host(size: int) -> torch.UntypedStorage:
     """Host memory of `size` bytes, with a GPU page-locked, so that copies are several times faster.
 
     It is registered with CUDA instead of taken from torch's allocator, which rounds sizes up to a
@@ -165,7 +165,7 @@ def _storages_on_device(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedSto
     """Address -> device memory of the tensors; memory that several of them share once."""
     storages = {}
     for tensor in tensors:
-        if on_device(tensor):
+        if is_in_device_memory(tensor):
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage
     return storages

@@ -42,7 +42,7 @@ def overview(runs: Sequence[Run], now: float) -> Table:
         ("kind", *(run.kind for run in runs)),
         ("state", *(state(run, now) for run in runs)),
         ("steps", *(_steps(run) for run in runs)),
-        ("duration", *(_duration(run) for run in runs)),
+        ("duration", *(_time_of_steps(run) for run in runs)),
         ("times started", *(str(len(run.starts) or "-") for run in runs)),
     ]
     for name, words in HEADLINES.items():
@@ -64,7 +64,7 @@ def _steps(run: Run) -> str:
     return "0, evaluation without training"
 
 
-def _duration(run: Run) -> str:
+def _time_of_steps(run: Run) -> str:
     """The time from the first to the last step whose time is known."""
     times = [time for time in run.times.values() if time]
     if not times:

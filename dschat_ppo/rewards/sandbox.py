@@ -196,7 +196,7 @@ def run_tests(
     if how.bwrap:
         words = [*bwrap_words(limits, how), *words]
     user = _user(how)
-    with _empty_folder() as folder:
+    with _folder_of_program() as folder:
         if user:
             os.chown(folder, user["user"], user["group"])
         if not how.bwrap:  # the watcher stays root, so that the program cannot signal it
@@ -229,7 +229,7 @@ def run_tests(
 
 
 @contextmanager
-def _empty_folder() -> Iterator[str]:
+def _folder_of_program() -> Iterator[str]:
     """A temporary folder, which is removed however deeply the program has nested folders in it."""
     prefix = owned_name(FOLDERS, os.getpid())
     folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)

@@ -81,7 +81,8 @@ def reap() -> None:
 def watch(child: int, job: dict) -> None:
     """Wait for the end of the program; kill it and all that it started if they exceed the limits,
     or when the caller closes standard input: at its time limit, or by its own end."""
-    program, poll = os.pidfd_open(child), select.poll()
+    program = os.pidfd_open(child)
+    poll = select.poll()
     poll.register(program, select.POLLIN)
     poll.register(0, 0)  # without events `poll` reports only that the other end closed
     while not poll.poll(WATCH_MILLISECONDS) and is_within_limits(job):
@@ -120,7 +121,8 @@ def set_limits(job: dict) -> None:
         limits[resource.RLIMIT_NPROC] = job["processes"]
     for limit, value in limits.items():
         highest = resource.getrlimit(limit)[1]
-        value = value if highest == resource.RLIM_INFINITY else min(value, highest)
+        if highest != resource.RLIM_INFINITY:
+            value = min(value, highest)
         resource.setrlimit(limit, (value, value))
 
 
@@ -137,28 +139,24 @@ def run_program(program: str, tests: list[str], token: str, report: int) -> None
     module = types.ModuleType("answer")
     sys.modules["answer"] = module
     exec(compile(program, "answer.py", "exec"), module.__dict__)
-    for number, test in enumerate(tests):
+    for test_index, test in enumerate(tests):
         with contextlib.suppress(BaseException):
-            exec(compile(test, f"test_{number}.py", "exec"), module.__dict__)
-            os.write(report, f"{token} {number}\n".encode())
+            exec(compile(test, f"test_{test_index}.py", "exec"), module.__dict__)
+            os.write(report, f"{token} {test_index}\n".encode())
 
 
-def outlive_signals() -> None:
-    """Handle SIGTERM and SIGINT by doing nothing: DeepSpeed's launcher sends SIGTERM to all its
-    descendants when the run is to stop. SIGKILL ends this process at the time limit. `SIG_IGN`
-    would be inherited by other programs."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-
-
-def restore_signals() -> None:
-    """Default handlers in processes that the program forks."""
+def restore_default_handlers() -> None:
+    """In processes that the program forks."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def main() -> None:
-    outlive_signals()
+    """Read the job and fork: the child runs the program, and this process watches it."""
+    # DeepSpeed's launcher sends SIGTERM to all its descendants when the run is to stop; this process
+    # ends by SIGKILL, at the time limit. `SIG_IGN` would be inherited by other programs.
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, lambda *_: None)
     job = json.loads(sys.stdin.buffer.readline())
     prctl(SET_SUBREAPER, 1)
     child = os.fork()
@@ -166,13 +164,14 @@ def main() -> None:
         prctl(SET_DUMPABLE, 0)  # the program cannot write into this process
         watch(child, job)
         os._exit(0)
-    os.register_at_fork(after_in_child=restore_signals)
+    os.register_at_fork(after_in_child=restore_default_handlers)
     if job.get("user") is not None:
         leave_root(job["user"])
     prctl(SET_NO_NEW_PRIVILEGES, 1)
-    report, nowhere = os.dup(1), os.open(os.devnull, os.O_RDWR)
-    for number in range(3):
-        os.dup2(nowhere, number)
+    report = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(nowhere, descriptor)
     os.close(nowhere)
     set_limits(job)
     if not job["bwrap"]:

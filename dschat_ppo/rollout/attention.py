@@ -97,8 +97,8 @@ class RolloutAttention:
                 kernel = self._kernel
             if kernel is None or not kernel.writes_cache:
                 keys, values = batch.cache.layer(layer, key, value)
-                _write(batch, keys, key[rows, :, 0])
-                _write(batch, values, value[rows, :, 0])
+                _write_to_cache(batch, keys, key[rows, :, 0])
+                _write_to_cache(batch, values, value[rows, :, 0])
             if kernel is not None:
                 output = kernel(
                     batch, layer, query[rows], key[rows], value[rows], scale, sliding_window
@@ -127,8 +127,8 @@ def _prefill(  # noqa: PLR0913  an attention function's arguments
     """Write `key` and `value` (n, kv_heads, L, d) of a prefill to the cache, and attend with
     `query` (n, heads, L, d) -> (n, heads, L, d)."""
     keys, values = step.cache.layer(layer, key, value)
-    _write(step, keys, key[step.source, :, step.columns])
-    _write(step, values, value[step.source, :, step.columns])
+    _write_to_cache(step, keys, key[step.source, :, step.columns])
+    _write_to_cache(step, values, value[step.source, :, step.columns])
     query = step.to_the_left(query)
     key = step.to_the_left(key)
     value = step.to_the_left(value)
@@ -140,7 +140,7 @@ def _prefill(  # noqa: PLR0913  an attention function's arguments
     return step.to_the_right(mixed)
 
 
-def _write(step: PrefillMetadata | StepMetadata, cached: Tensor, new: Tensor) -> None:
+def _write_to_cache(step: PrefillMetadata | StepMetadata, cached: Tensor, new: Tensor) -> None:
     """Put the keys or values `new` (m, kv_heads, d) of m tokens to slots `step.slots` of rows
     `step.rows` of a layer, (rows, kv_heads, capacity, d). Indices of two dimensions that are not
     the first ones would make the deterministic kernel of a GPU copy the whole layer."""
@@ -253,7 +253,7 @@ AttentionInterface.register(NAME, _dispatch)
 
 
 @contextmanager
-def installed(model: PreTrainedModel, attention: AttentionFunction) -> Iterator[None]:
+def attention_replaced(model: PreTrainedModel, attention: AttentionFunction) -> Iterator[None]:
     """Make every attention layer of `model` call `attention`; restore the previous attention on
     exit. Linear layers call PyTorch's own product: ZeRO-3's, which a backward pass needs, adds the
     bias separately and costs a Python function for each call."""

@@ -16,7 +16,7 @@ from dschat_ppo.common.exit_codes import ran_out_of_memory
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.models.backbone import has_states, last_logits_argument, position_arguments
-from dschat_ppo.rollout.attention import RolloutAttention, installed
+from dschat_ppo.rollout.attention import RolloutAttention, attention_replaced
 from dschat_ppo.rollout.cache_memory import warn_of_memory
 from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, StaticMemory
 from dschat_ppo.rollout.decode_kernels import CPUDecode, flash_decode
@@ -139,7 +139,7 @@ class ContinuousBatching:
         out, the running sequences start again from their prompts, or their last observations, with
         half the rows, and a pool with as many slots a row as before."""
         try:
-            with installed(self.model, self.attention):
+            with attention_replaced(self.model, self.attention):
                 while self.max_over_ranks(int(self._unfinished() > 0 and not self.cancelled())):
                     try:
                         self._step()

@@ -25,7 +25,7 @@ from dschat_ppo.algorithms.fused_logprobs import fp32_product
 from dschat_ppo.errors import attempt
 from dschat_ppo.models.backbone import check_attention_call, forward_replaced, unfit
 from dschat_ppo.models.fast_layers import kernels_for
-from dschat_ppo.rollout.attention import installed, prefill_attention
+from dschat_ppo.rollout.attention import attention_replaced, prefill_attention
 
 # The children of a layer of Llama's form. A layer with others (norms of queries, four norms) does
 # not have that form.
@@ -215,13 +215,13 @@ def _compared_with_layer(model: PreTrainedModel, layer: Any, pack: Pack) -> Fuse
     turns = angles.cos().to(weight), angles.sin().to(weight)
     of_layer = _RecordingAttention()
     of_fused = _RecordingAttention()
-    with attempt() as tried, installed(model, of_layer):
+    with attempt() as tried, attention_replaced(model, of_layer):
         expected = layer(states, position_embeddings=turns)
     # other arguments, though names of children are the same
     if unfit(tried) or not isinstance(expected, Tensor):
         return None
     fused = FusedLayer(layer, pack, of_layer.settings)
-    with installed(model, of_fused):
+    with attention_replaced(model, of_fused):
         output = fused(states, position_embeddings=turns)
     if not all(map(_close, [*of_fused.states, output], [*of_layer.states, expected])):
         return None

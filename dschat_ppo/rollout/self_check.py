@@ -23,7 +23,7 @@ from dschat_ppo.models.backbone import (
     unfit,
 )
 from dschat_ppo.models.wrapped_models import vocabulary_size
-from dschat_ppo.rollout.attention import RolloutAttention, installed
+from dschat_ppo.rollout.attention import RolloutAttention, attention_replaced
 from dschat_ppo.rollout.continuous_batching import MaxOverRanks, Turns
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.generator import ENGINES, EngineName, GenerationConfig, generate
@@ -201,7 +201,7 @@ def reason_unsupported(model: PreTrainedModel) -> str:
     zero = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
     attention.metadata = PrefillMetadata(KVCache(1, 1), *[zero[0]] * 4)
     cache = RolloutCache(model.config)
-    with attempt() as tried, installed(model, attention):
+    with attempt() as tried, attention_replaced(model, attention):
         model(
             input_ids=zero, past_key_values=cache, use_cache=True, **position_arguments(model, zero)
         )

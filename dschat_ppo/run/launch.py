@@ -220,10 +220,10 @@ def complete_environment(environment: MutableMapping[str, str]) -> None:
             " them all"
         )
     rank, size, local_rank = (
-        _number(environment, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        _integer_variable(environment, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     )
     local_size = next(
-        (_number(environment, name) for name in _LOCAL_SIZES if name in environment), None
+        (_integer_variable(environment, name) for name in _LOCAL_SIZES if name in environment), None
     )
     if local_size is None and size > 1:
         raise UserError(
@@ -268,7 +268,7 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
+def _integer_variable(environment: Mapping[str, str], name: str) -> int:
     text = environment[name]
     if not text.isdigit():
         raise UserError(f"{name}={text}: the launcher must set a number")

@@ -433,7 +433,7 @@ def make_repository(name: str) -> None:
 def push_to_hub(config: StepConfig, name: str) -> None:
     """Upload the trained model, after everything else is written. Collective: rank 0 uploads, and
     all raise the `StorageError`."""
-    folder, others = _trained_model(config)
+    folder, others = _folder_to_upload(config)
 
     def upload() -> None:
         logger().info(f"--push_to_hub: uploading {shown_path(folder)}")
@@ -455,12 +455,12 @@ def push_to_hub(config: StepConfig, name: str) -> None:
 
 def upload_command(config: StepConfig, name: str) -> str:
     """What uploads the trained model again, for a shell."""
-    folder, others = _trained_model(config)
+    folder, others = _folder_to_upload(config)
     excluded = [word for pattern in others for word in ("--exclude", pattern)]
     return shlex.join(["hf", "upload", "--private", name, shown_path(folder), *excluded])
 
 
-def _trained_model(config: StepConfig) -> tuple[Path, tuple[str, ...]]:
+def _folder_to_upload(config: StepConfig) -> tuple[Path, tuple[str, ...]]:
     """The folder in which the run saves its model, and patterns of the files there that are not the
     model's."""
     folder = Path(config.run.folder)

@@ -149,7 +149,7 @@ def open_session(
     """Find the checkpoint to resume from, and prepare the locked output folder. Collective; before
     any model is loaded. `derived`: batch sizes, see `checkpoint.identity.PRODUCTS`; `steps`:
     planned ones, in step 3 PPO steps."""
-    _raise_if_stop_requested()
+    _raise_if_any_rank_is_to_stop()
     identity = identify_run(config, inputs, derived)
     overwrite = config.run.overwrite_output_dir
     checkpoint = dist.on_main(lambda: find_checkpoint(output, config.safety, identity, overwrite))
@@ -190,7 +190,7 @@ class Session:
     def training(self, trainer: Resumable) -> Iterator[tuple[MetricsWriter, CheckpointManager]]:
         """Restore the trainer if the run resumes; inside the block it trains, with metrics and
         checkpoints. Collective. The end of the block saves the last checkpoint."""
-        _raise_if_stop_requested()
+        _raise_if_any_rank_is_to_stop()
         resumed = saved = None
         if self.checkpoint is not None:
             manifest = restore(self.checkpoint, trainer, self.config.run.seed)
@@ -236,7 +236,7 @@ class Session:
             checkpoints.finish()
 
 
-def _raise_if_stop_requested() -> None:
+def _raise_if_any_rank_is_to_stop() -> None:
     """Before training there is nothing to save. Collective."""
     flag = torch.tensor([stop_requests.flag_is_set()], dtype=torch.int32, device=dist.device())
     if dist.all_reduce(flag, "max"):

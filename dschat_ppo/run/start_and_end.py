@@ -19,7 +19,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.logging import logger, table
+from dschat_ppo.common.logging import logger, titled_table
 from dschat_ppo.common.paths import MODELS, shown_path
 from dschat_ppo.common.progress import duration
 from dschat_ppo.data.encode import decoded
@@ -89,9 +89,8 @@ def show_models(
         ("devices", f"{ranks} {dist.device().type} rank{'s' if ranks > 1 else ''}, {dtype}")
     )
     rows += more
-    logger().info(
-        table("models", [*rows, ("outputs", f"{shown_path(output)} (report.html at the end)")])
-    )
+    outputs = ("outputs", f"{shown_path(output)} (report.html at the end)")
+    logger().info(titled_table("models", [*rows, outputs]))
     write_result(output, dict(rows), MODELS)
     if trains and dist.is_main():
         needed = CHECKPOINT_BYTES * trained
@@ -180,7 +179,7 @@ def text_between(
 def show_plan(title: str, rows: list[tuple[str, str]], *warmups: tuple[int, int]) -> None:
     """Log the table of batch sizes; warn of each (warm-up steps, optimizer steps) whose rate would
     never peak."""
-    logger().info(table(title, rows))
+    logger().info(titled_table(title, rows))
     for warmup, total in warmups:
         if warmup >= total:
             compared = "longer than" if warmup > total else "as long as"
@@ -210,7 +209,7 @@ def show_end(
     ]
     if os.environ.get(NO_NEXT) != "1":
         rows.append(("next", command))
-    logger().info(table(f"{title}: done", rows))
+    logger().info(titled_table(f"{title}: done", rows))
 
 
 def changes_of(

@@ -20,7 +20,7 @@ from dschat_ppo.commands import (
     _ranks_of,
     count_gpus,
     run_training,
-    start,
+    start_ranks,
     take_num_accelerators,
     visible_devices,
 )
@@ -45,7 +45,9 @@ def test_every_program_of_the_tools_is_a_command():
 
 def test_a_step_gets_its_flags(monkeypatch):
     started = []
-    monkeypatch.setattr(program, "start", lambda step, words: started.append((step, words)) or 7)
+    monkeypatch.setattr(
+        program, "start_ranks", lambda step, words: started.append((step, words)) or 7
+    )
     assert program.main(["ppo", "--seed", "3"]) == 7
     # as DeepSpeed's launcher writes it
     assert program.main(["--local_rank=1", "sft", "--seed", "3"]) == 7
@@ -79,7 +81,7 @@ def machine(monkeypatch):
         "OMP_NUM_THREADS",
         "SLURM_STEP_NUM_TASKS",
     ):
-        monkeypatch.setenv(name, "")  # so that what `start` sets is removed
+        monkeypatch.setenv(name, "")  # so that what `start_ranks` sets is removed
         monkeypatch.delenv(name)
 
     def execv(program: str, command: list[str]) -> None:
@@ -119,7 +121,7 @@ def test_the_number_of_ranks_is_taken_from_the_flags(words, found):
 def test_several_gpus_are_several_ranks_of_deepspeeds_launcher(machine, capsys):
     machine(4)
     with pytest.raises(Replaced) as replaced:
-        start("sft", SFT)
+        start_ranks("sft", SFT)
     [command] = replaced.value.args
     assert command[:4] == [sys.executable, "-u", "-m", "deepspeed.launcher.launch"]
     assert command[-len(SFT) - 3 :] == ["--module", "dschat_ppo", "sft", *SFT]
@@ -127,10 +129,10 @@ def test_several_gpus_are_several_ranks_of_deepspeeds_launcher(machine, capsys):
     assert int(os.environ["OMP_NUM_THREADS"]) >= 1
     assert "DS_ACCELERATOR" not in os.environ
     with pytest.raises(Replaced):
-        start("sft", [*SFT, "--num_accelerators", "4"])
-    assert start("sft", [*SFT, "--num_accelerators", "5"]) == 2
+        start_ranks("sft", [*SFT, "--num_accelerators", "4"])
+    assert start_ranks("sft", [*SFT, "--num_accelerators", "5"]) == 2
     assert "--num_accelerators 5: this machine has 4 GPUs" in capsys.readouterr().err
-    assert start("sft", [*SFT, "--no_such_flag"]) == 2
+    assert start_ranks("sft", [*SFT, "--no_such_flag"]) == 2
     assert "unknown flag or value: --no_such_flag" in capsys.readouterr().err
 
 
@@ -138,7 +140,7 @@ def test_ranks_on_a_cpu_need_the_flag(machine, monkeypatch):
     machine(0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(Replaced) as replaced:
-        start("sft", ["--num_accelerators", "2", *SFT])
+        start_ranks("sft", ["--num_accelerators", "2", *SFT])
     assert world_of(replaced.value.args[0]) == {"localhost": [0, 1]}
     assert os.environ["DS_ACCELERATOR"] == "cpu"
 
@@ -146,20 +148,20 @@ def test_ranks_on_a_cpu_need_the_flag(machine, monkeypatch):
 def test_a_rank_of_a_launcher_starts_no_others(machine, monkeypatch, capsys):
     machine(4)
     monkeypatch.setenv("RANK", "1")
-    assert start("sft", SFT) == 0
+    assert start_ranks("sft", SFT) == 0
     assert commands.ran == [("sft", SFT)]
-    assert start("sft", [*SFT, "--num_gpus", "2"]) == 2
+    assert start_ranks("sft", [*SFT, "--num_gpus", "2"]) == 2
     assert "a launcher has started this rank" in capsys.readouterr().err
     monkeypatch.delenv("RANK")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
-    assert start("ppo", SFT) == 0
+    assert start_ranks("ppo", SFT) == 0
     assert commands.ran[1:] == [("ppo", SFT)]
 
 
 def test_a_dry_run_starts_no_rank_and_knows_their_number(machine):
     machine(4)
-    assert start("sft", [*SFT, "--dry_run"]) == 0
-    assert start("sft", [*SFT, "--dry_run", "--dry_run_ranks", "9"]) == 0
+    assert start_ranks("sft", [*SFT, "--dry_run"]) == 0
+    assert start_ranks("sft", [*SFT, "--dry_run", "--dry_run_ranks", "9"]) == 0
     assert [words[-1] for _, words in commands.ran] == ["4", "9"]
     assert "WORLD_SIZE" not in os.environ
 
@@ -181,8 +183,8 @@ def test_ctrl_c_returns_130_although_the_run_is_saved(machine, monkeypatch):
         (lambda step, words: stop_requests.reset() or 3, 3),
     ):
         monkeypatch.setattr(commands, "run_training", run)
-        assert start("sft", SFT) == code
-        assert start("sft", [*SFT, "--dry_run"]) == code
+        assert start_ranks("sft", SFT) == code
+        assert start_ranks("sft", [*SFT, "--dry_run"]) == code
 
 
 def test_the_environment_hides_gpus(machine, monkeypatch):

@@ -38,7 +38,7 @@ CASES = [(0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "fp16"), (3, "fp32"), (3, "b
 @pytest.fixture
 def simulated(monkeypatch):
     """All tensors count as tensors of a device, so that the moves happen on a CPU too."""
-    monkeypatch.setattr(sleep, "on_device", lambda tensor: True)
+    monkeypatch.setattr(sleep, "is_in_device_memory", lambda tensor: True)
     monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
 
 
@@ -177,7 +177,7 @@ def test_an_error_in_the_block_and_while_falling_asleep_brings_everything_back(
             raise RuntimeError("no host memory")
         return torch.UntypedStorage(size)
 
-    monkeypatch.setattr(sleep, "host_memory", failing)
+    monkeypatch.setattr(sleep, "allocate_on_host", failing)
     with pytest.raises(RuntimeError, match="no host memory"), asleep(tensors):
         pass
     assert [tensor.sum().item() for tensor in tensors] == [10, 3]
@@ -186,7 +186,7 @@ def test_an_error_in_the_block_and_while_falling_asleep_brings_everything_back(
 def test_host_memory_is_kept_for_tensors_of_the_same_size(simulated, monkeypatch):
     made = []
     monkeypatch.setattr(
-        sleep, "host_memory", lambda size: made.append(size) or torch.UntypedStorage(size)
+        sleep, "allocate_on_host", lambda size: made.append(size) or torch.UntypedStorage(size)
     )
     tensors, host = [torch.arange(5.0), torch.arange(3.0)], {}
     for number in range(3):
@@ -255,7 +255,7 @@ def test_with_a_gpu_host_memory_is_page_locked_until_it_is_freed_or_replaced(
     del host
     assert runtime.sizes == []
     runtime.most = 0
-    kept = sleep.host_memory(mib)
+    kept = sleep.allocate_on_host(mib)
     assert (
         kept.nbytes() == mib
         and len(said) == 1

@@ -263,7 +263,7 @@ def test_a_program_survives_the_signals_of_the_launcher(how):
             time.sleep(0.5)  # the program runs
             for process in psutil.Process().children(recursive=True):
                 with suppress(psutil.NoSuchProcess):  # a child that another test left has ended
-                    if "outlive_signals" in " ".join(process.cmdline()) and catches_sigterm(
+                    if "SET_SUBREAPER" in " ".join(process.cmdline()) and catches_sigterm(
                         process.pid
                     ):
                         process.send_signal(signal.SIGTERM)

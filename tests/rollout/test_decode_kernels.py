@@ -17,7 +17,7 @@ from dschat_ppo.models import fast_layers
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.wrapped_models import vocabulary_size
 from dschat_ppo.rollout import decode_kernels, fused_layers
-from dschat_ppo.rollout.attention import installed
+from dschat_ppo.rollout.attention import attention_replaced
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching
 from dschat_ppo.rollout.cuda_graphs import Bucket, StaticMemory
 from dschat_ppo.rollout.decode_kernels import FlashDecode, _products, flash_segments
@@ -68,7 +68,7 @@ def counts_of(
                 setattr(holder, name, value.to("meta"))
     engine.attention._kernel = FlashDecode(flash_segments) if flash else None
     columns = torch.arange(ROWS, device="meta")
-    with installed(model, engine.attention), torch.no_grad(), fused_layers.fused(model):
+    with attention_replaced(model, engine.attention), torch.no_grad(), fused_layers.fused(model):
         engine.attention.metadata = PrefillMetadata(memory.pool, *[columns] * 4)
         engine._forward(
             buffers.token_ids[:ROWS, :7],

@@ -8,7 +8,7 @@ from tiny_models import CONTINUOUS, new_model, plain_logprobs
 from transformers.models.llama import modeling_llama
 
 from dschat_ppo.rollout import fused_layers as module
-from dschat_ppo.rollout.attention import RolloutAttention, installed
+from dschat_ppo.rollout.attention import RolloutAttention, attention_replaced
 from dschat_ppo.rollout.fused_layers import can_prepack, fp32_logits, fused_layers, joint_product
 from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, PrefillMetadata, RolloutCache
 
@@ -39,7 +39,7 @@ def prefill_and_step(model) -> list[torch.Tensor]:
     rows, places = torch.arange(3).repeat_interleave(11), torch.arange(11).repeat(3)
     ids = torch.arange(33).view(3, 11) % 29 + 3
     found = []
-    with installed(model, attention):
+    with attention_replaced(model, attention):
         for metadata, tokens, positions in (
             (
                 PrefillMetadata(cache, rows, places, rows, places),

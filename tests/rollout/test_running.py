@@ -33,7 +33,7 @@ OUT_OF_MEMORY = (
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch) -> None:
-    monkeypatch.setattr(continuous_batching, "installed", lambda *_: nullcontext())
+    monkeypatch.setattr(continuous_batching, "attention_replaced", lambda *_: nullcontext())
     monkeypatch.setattr(continuous_batching, "POLL", STEP)
     monkeypatch.setattr(running_pool, "FIRST_TOKENS", FIRST)
     monkeypatch.setattr(running_batches, "GROWTH", STEP)

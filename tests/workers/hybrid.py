@@ -275,11 +275,11 @@ def main() -> None:
         found |= {"dropout": dropout_in_scoring(assets), "divided": divided_models()}
         for name, (stage, words) in STEPS.items():
             if "sleep" in name:
-                sleep.on_device = lambda tensor: True  # as on a GPU: tensors do move
+                sleep.is_in_device_memory = lambda tensor: True  # as on a GPU: tensors do move
             ppo = ppo_with(assets, stage, *words)
             found["steps"][name] = two_steps(ppo, toggles=3 * (name == "sleep 3"))
     layouts = [(2, "fp32"), (3, "fp32")]
-    sleep.on_device = lambda tensor: False
+    sleep.is_in_device_memory = lambda tensor: False
     found["adapters"] = {  # on one rank ZeRO-3 does not copy what it gathers
         f"{stage} {dtype}": switch_adapters(assets, stage, dtype)
         for stage, dtype in layouts
