@@ -35,11 +35,15 @@ TOOLS = {  # the modules of dschat_ppo.tools
 
 
 def main(argv: Sequence[str]) -> int:
+    """Run the command that the first word of `argv` names, with the other words; returns its exit
+    code."""
     words = list(argv)
     # DeepSpeed's launcher puts it before the command
     while words and words[0].startswith("--local_rank"):
         words = words[1:]
-    name = words[0] if words else "--help"
+    name = "--help"
+    if words:
+        name = words[0]
     if name in TRAINERS:
         return start_ranks(name, words[1:])
     if name.replace("-", "_") in TOOLS:
@@ -51,28 +55,28 @@ def main(argv: Sequence[str]) -> int:
     if name in ("--help", "-h"):
         print(commands())
         return 0
+    hint = ""
     near = difflib.get_close_matches(name, [*TRAINERS, *TOOLS], n=1)
-    meant = f"; did you mean {near[0]}?" if near else ""
+    if near:
+        hint = f"; did you mean {near[0]}?"
     print(
-        f"error: {name}: no such command{meant} (all commands: python -m dschat_ppo --help)",
+        f"error: {name}: no such command{hint} (all commands: python -m dschat_ppo --help)",
         file=sys.stderr,
     )
     return 2
 
 
 def commands() -> str:
+    """The text of `--help`: all commands, with a line for each."""
     training = {step: title for step, (title, _) in TITLES.items()}
     width = max(map(len, [*TRAINERS, *TOOLS])) + 2
     lines = [
         "usage: python -m dschat_ppo COMMAND ...",
         "       deepspeed --module dschat_ppo COMMAND ...",
     ]
-    for heading, known in (("training", training), ("tools", TOOLS)):
-        lines += [
-            "",
-            f"{heading}:",
-            *(f"  {name.ljust(width)}{text}" for name, text in known.items()),
-        ]
+    for heading, texts in (("training", training), ("tools", TOOLS)):
+        lines += ["", f"{heading}:"]
+        lines += [f"  {name.ljust(width)}{text}" for name, text in texts.items()]
     return "\n".join([*lines, "", "the flags of a command: python -m dschat_ppo COMMAND --help"])
 
 

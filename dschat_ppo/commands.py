@@ -15,7 +15,6 @@ import base64
 import json
 import os
 import pkgutil
-import socket
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -26,7 +25,7 @@ from dschat_ppo.common.exit_codes import INTERRUPTED, exit_code
 from dschat_ppo.common.host_memory import lasting_objects
 from dschat_ppo.common.logging import logger, set_verbose
 from dschat_ppo.common.processes import open_closed_streams
-from dschat_ppo.common.ranks import is_main, local_world_size, world_size
+from dschat_ppo.common.ranks import free_port, is_main, local_world_size, world_size
 from dschat_ppo.config.cli import parse, unused_flag_notes
 from dschat_ppo.config.flag_parser import FlagParser
 from dschat_ppo.config.run_flags import RunFlags
@@ -141,7 +140,9 @@ def start_ranks(step: str, argv: Sequence[str]) -> int:
         if stop_requests.interrupted():
             return INTERRUPTED
         return code
-    log_level = "info" if config.console.verbose else "warning"
+    log_level = "warning"
+    if config.console.verbose:
+        log_level = "info"
     command = launch_command(step, words, ranks, log_level)
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -181,7 +182,7 @@ def launch_command(step: str, words: Sequence[str], ranks: int, log_level: str) 
     """The command that starts the ranks of one machine, as the `deepspeed` command does."""
     devices = json.dumps({"localhost": visible_devices(ranks)})
     world = base64.urlsafe_b64encode(devices.encode()).decode()
-    port = os.environ.get("MASTER_PORT") or str(_free_port())
+    port = os.environ.get("MASTER_PORT") or str(free_port())
     launcher = [sys.executable, "-u", "-m", "deepspeed.launcher.launch"]
     launcher += [f"--world_info={world}", f"--master_port={port}", f"--log_level={log_level}"]
     return [*launcher, "--module", "dschat_ppo", step, *words]
@@ -196,9 +197,3 @@ def visible_devices(ranks: int) -> list[int | str]:
     if len(names) >= ranks:
         return names[:ranks]
     return list(range(ranks))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -23,19 +23,24 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.stop_requests import raise_if_stop_requested
 from dschat_ppo.errors import StorageError
 
-PARTIAL, OLD = ".partial", ".old"
+# endings of the names of what is not complete yet, and of a folder that is being replaced
+PARTIAL = ".partial"
+OLD = ".old"
 _BLOCK_BYTES = 2**22
 
 
 def read_blocks(path: Path) -> Iterator[bytes]:
     """The content of a file, block by block."""
     with path.open("rb", buffering=0) as file:
-        while block := file.read(_BLOCK_BYTES):
+        block = file.read(_BLOCK_BYTES)
+        while block:
             heartbeat()
             yield block
+            block = file.read(_BLOCK_BYTES)
 
 
 def checksum(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
     digest = hashlib.sha256()
     for block in read_blocks(path):
         digest.update(block)
@@ -74,39 +79,40 @@ def storage_errors(path: Path) -> Iterator[None]:
         ) from problem
 
 
-def way_out(number: int | None) -> str:
+def way_out(error: int | None) -> str:
     """What to do when a file cannot be written, by the number of the error (`errno`)."""
-    if number in (errno.ENOSPC, errno.EDQUOT):
+    if error in (errno.ENOSPC, errno.EDQUOT):
         return "free space"
-    if number == errno.EFBIG:
+    if error == errno.EFBIG:
         return "raise the limit on the size of a file (ulimit -f; some file systems have one too)"
-    if number == errno.ENOENT:
+    if error == errno.ENOENT:
         return "something has removed a folder while it was written to: find out what"
-    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+    if error in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "let this user write there"
     return "correct that"
 
 
-def sync_file(number: int) -> None:
-    """Flush the content of an open file, given by its descriptor, to the disk."""
+def sync_file(descriptor: int) -> None:
+    """Flush the content of an open file to the disk."""
     with watchdog_paused():
-        os.fsync(number)
+        os.fsync(descriptor)
 
 
 def sync_entries(path: Path) -> None:
     """Flush a file, or the names in a folder (new, renamed, removed), to the disk."""
-    number = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        sync_file(number)
+        sync_file(descriptor)
     finally:
-        os.close(number)
+        os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:
     """Flush `folder` and every file and folder below it to the disk."""
-    for place, _, names in os.walk(folder):
-        for path in (*(Path(place) / name for name in names), Path(place)):
-            sync_entries(path)
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            sync_entries(Path(parent, name))
+        sync_entries(Path(parent))
 
 
 def make_folder(path: Path) -> None:

@@ -32,8 +32,11 @@ _ENDED = (
 def worker_count(chosen: int | None, rows: int) -> int:
     """How many processes prepare `rows` rows: `chosen`, or one per usable core (other ranks wait);
     one for few rows."""
-    usable = len(os.sched_getaffinity(0)) if rows >= FEW_ROWS else 1
-    return max(1, min(rows, usable if chosen is None else chosen))
+    if chosen is None:
+        chosen = 1
+        if rows >= FEW_ROWS:
+            chosen = len(os.sched_getaffinity(0))
+    return max(1, min(rows, chosen))
 
 
 def in_processes(count: int, work: Callable[[int], Result], doing: str) -> list[Result]:
@@ -50,9 +53,12 @@ def in_processes(count: int, work: Callable[[int], Result], doing: str) -> list[
         count, multiprocessing.get_context("fork"), _begin, (os.getpid(),)
     )
     try:
-        results = [pool.submit(_work, number) for number in range(count)]
-        while (found := futures.wait(results, _POLL_SECONDS, futures.FIRST_EXCEPTION)).not_done:
-            for result in found.done:
+        results = [pool.submit(_work, index) for index in range(count)]
+        while True:
+            done, not_done = futures.wait(results, _POLL_SECONDS, futures.FIRST_EXCEPTION)
+            if not not_done:
+                break
+            for result in done:
                 result.result()  # raises its error
             raise_if_stop_requested(doing)
         return [result.result() for result in results]
@@ -74,5 +80,5 @@ def _begin(parent: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread for each process
 
 
-def _work(number: int) -> Any:
-    return _WORK[0](number)
+def _work(index: int) -> Any:
+    return _WORK[0](index)

@@ -95,9 +95,13 @@ def shutdown() -> None:
 
 
 def barrier() -> None:
-    if torch_dist.is_initialized():
-        by_nccl = torch_dist.get_backend() == "nccl"  # it would guess the device, and warn
-        torch_dist.barrier(device_ids=[torch.cuda.current_device()] if by_nccl else None)
+    """Wait until all ranks are here."""
+    if not torch_dist.is_initialized():
+        return
+    device_ids = None
+    if torch_dist.get_backend() == "nccl":  # it would guess the device, and warn
+        device_ids = [torch.cuda.current_device()]
+    torch_dist.barrier(device_ids=device_ids)
 
 
 def group_of(size: int) -> Group:
@@ -122,9 +126,9 @@ def gather_cat(value: Tensor, group: Group | None = None) -> Tensor:
     0 in rank order."""
     if not torch_dist.is_initialized() or world_size() == 1:
         return value
-    parts = [torch.empty_like(value) for _ in range(torch_dist.get_world_size(group))]
-    torch_dist.all_gather(parts, value.contiguous(), group=group)
-    return torch.cat(parts)
+    gathered = [torch.empty_like(value) for _ in range(torch_dist.get_world_size(group))]
+    torch_dist.all_gather(gathered, value.contiguous(), group=group)
+    return torch.cat(gathered)
 
 
 def gather_together(values: Sequence[Tensor], group: Group | None = None) -> list[Tensor]:
@@ -134,15 +138,14 @@ def gather_together(values: Sequence[Tensor], group: Group | None = None) -> lis
         return list(values)
     packed = torch.cat([value.contiguous().view(-1).view(torch.uint8) for value in values])
     ranks = gather_cat(packed, group).view(-1, packed.numel())  # (ranks, bytes)
-    parts = ranks.split([value.nbytes for value in values], dim=1)
-    # a copy of each part, because bytes in the middle of others may begin where no number of its
-    # dtype may
-    copies = [part.clone(memory_format=torch.contiguous_format).view(-1) for part in parts]
-    shapes = [(len(ranks) * len(value), *value.shape[1:]) for value in values]
-    return [
-        copy.view(value.dtype).view(shape)
-        for copy, value, shape in zip(copies, values, shapes, strict=True)
-    ]
+    columns = ranks.split([value.nbytes for value in values], dim=1)
+    gathered = []
+    for value, column in zip(values, columns, strict=True):
+        # copied, because bytes in the middle of others may begin where no element of the dtype may
+        copy = column.clone(memory_format=torch.contiguous_format).view(-1)
+        shape = (len(ranks) * len(value), *value.shape[1:])
+        gathered.append(copy.view(value.dtype).view(shape))
+    return gathered
 
 
 def gather_data_cat(value: Tensor) -> Tensor:
@@ -181,16 +184,16 @@ def on_main(work: Callable[[], Result]) -> Result:
     return on_rank(0, work)
 
 
-def on_rank(number: int, work: Callable[[], Result]) -> Result:
-    """What `work` returns on that rank, picklable, on every rank; all ranks raise its `UserError`
-    or `StopRequested`. Collective."""
-    found: tuple[Any, Exception | None] = None, None
-    if rank() == number:
+def on_rank(source: int, work: Callable[[], Result]) -> Result:
+    """What `work` returns on rank `source`, picklable, on every rank; all ranks raise its
+    `UserError` or `StopRequested`. Collective."""
+    outcome: tuple[Any, Exception | None] = (None, None)
+    if rank() == source:
         try:
-            found = work(), None
+            outcome = (work(), None)
         except (UserError, StopRequested) as raised:
-            found = None, raised
-    result, problem = broadcast_object(found, number)
+            outcome = (None, raised)
+    result, problem = broadcast_object(outcome, source)
     if problem is not None:
         raise problem
     return result
@@ -201,14 +204,14 @@ def is_partitioned(weight: Any) -> bool:
     return hasattr(weight, "ds_id")
 
 
-def own_part(weight: Any) -> tuple[int, Tensor]:
-    """(number of its first element, a flat view) of this rank's elements, without ZeRO-3's
-    uninitialised padding."""
+def rank_shard(weight: Any) -> tuple[int, Tensor]:
+    """(index of its first element, a flat view) of this rank's elements of a parameter, without
+    ZeRO-3's uninitialised padding; all elements if it is not partitioned."""
     if not is_partitioned(weight):
         return 0, weight.detach().view(-1)
-    part = weight.ds_tensor.detach().view(-1)
-    first = min(rank() * part.numel(), weight.ds_numel)
-    return first, part[: weight.ds_numel - first]
+    shard = weight.ds_tensor.detach().view(-1)
+    first = min(rank() * shard.numel(), weight.ds_numel)
+    return first, shard[: weight.ds_numel - first]
 
 
 def gather_objects(value: Any, group: Group | None = None) -> list[Any]:
@@ -223,7 +226,8 @@ def gather_objects(value: Any, group: Group | None = None) -> list[Any]:
 def first_problem(problem: str | None) -> str | None:
     """The problem of the first rank that has one, on every rank; None if no rank has one.
     Collective."""
-    return next((found for found in gather_objects(problem) if found), None)
+    problems = filter(None, gather_objects(problem))
+    return next(problems, None)
 
 
 @contextmanager

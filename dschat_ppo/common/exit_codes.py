@@ -18,7 +18,7 @@ UNHEALTHY = 6  # a health event ended it (--stop_on_health), with everything sav
 
 HOW_TO_RESUME = "run the same command again to resume from the newest checkpoint"
 
-_CANNOT_WRITE = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
+_CANNOT_WRITE = tuple(os.strerror(error) for error in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
 # The messages of gloo, NCCL and the store of torch.distributed when the process at the other end
 # has ended.
 _DISCONNECTED = (
@@ -38,6 +38,7 @@ _DISCONNECTED = (
 
 
 def exit_code(problem: BaseException) -> int:
+    """The code with which an exception ends the run."""
     if isinstance(problem, StopRequested):
         return DONE
     if isinstance(problem, StorageError) or any(text in str(problem) for text in _CANNOT_WRITE):

@@ -13,10 +13,8 @@ EXTRAS = {  # module -> (package, the extra that installs it)
     "math_verify": ("math-verify", "math"),
     "peft": ("peft", "lora"),
     "sentencepiece": ("sentencepiece", "sentencepiece"),
-    "tensorboard": (
-        "tensorboard",
-        "",
-    ),  # required by setup.py, and checked as the other trackers are
+    # required by setup.py, and checked as the other trackers are
+    "tensorboard": ("tensorboard", ""),
     "starlette": ("fastapi", "serve"),  # which FastAPI requires
     "trackio": ("trackio", "trackio"),
     "uvicorn": ("uvicorn", "serve"),
@@ -35,9 +33,15 @@ def is_installed(module: str) -> bool:
 def how_to_install(module: str) -> str:
     """The pip command that installs a module of `EXTRAS`: from the sources, or beside the installed
     package."""
-    extra = EXTRAS[module][1]
-    source, name = ("-e ", ".") if (CHECKOUT / "setup.py").is_file() else ("", "dschat_ppo")
-    return f"pip install {source}" + (f'"{name}[{extra}]"' if extra else name)
+    _, extra = EXTRAS[module]
+    option = ""
+    package = "dschat_ppo"
+    if (CHECKOUT / "setup.py").is_file():
+        option = "-e "
+        package = "."
+    if extra:
+        package = f'"{package}[{extra}]"'
+    return f"pip install {option}{package}"
 
 
 def require_extra(module: str, what: str) -> None:

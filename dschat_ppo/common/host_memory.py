@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 
 # Parameters of glibc's `mallopt`, and their values in bytes.
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
+TRIM_THRESHOLD = -1
+MMAP_THRESHOLD = -3
 SMALL = 2**20
 # glibc's own limit, which it reaches by itself once tensors of this size were freed
 LARGEST = 2**25
@@ -31,17 +32,16 @@ def host_memory(root: Path = Path("/")) -> int:
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes of host memory that can be allocated now: what the machine has free, or the least that
     a cgroup leaves."""
-    found = [psutil.virtual_memory().available]
+    available = [psutil.virtual_memory().available]
     for folder in _cgroups(root):
         limit = _integer_in(folder / "memory.max")
         used = _integer_in(folder / "memory.current")
         # the kernel drops inactive pages of files when memory is short
         if limit is not None and used is not None:
-            stat = dict(
-                line.split(maxsplit=1) for line in _text(folder / "memory.stat").splitlines()
-            )
-            found.append(max(0, limit - used + int(stat.get("inactive_file", 0))))
-    return min(found)
+            lines = _text(folder / "memory.stat").splitlines()
+            stat = dict(line.split(maxsplit=1) for line in lines)
+            available.append(max(0, limit - used + int(stat.get("inactive_file", 0))))
+    return min(available)
 
 
 def _cgroups(root: Path) -> Iterator[Path]:
@@ -49,13 +49,15 @@ def _cgroups(root: Path) -> Iterator[Path]:
     may see its own cgroup as the root while `/proc/self/cgroup` names the path outside, so each
     folder of the path counts, and the root."""
     for line in _text(root / "proc/self/cgroup").splitlines():
-        number, _, path = line.split(":", 2)
-        if number == "0":
-            inside = PurePosixPath(path.lstrip("/"))
-            for part in (
-                (inside, *inside.parents) if ".." not in inside.parts else (PurePosixPath(),)
-            ):
-                yield root / "sys/fs/cgroup" / part
+        hierarchy, _, path = line.split(":", 2)
+        if hierarchy != "0":  # of version 1
+            continue
+        cgroup = PurePosixPath(path.lstrip("/"))
+        folders = [cgroup, *cgroup.parents]
+        if ".." in cgroup.parts:
+            folders = [PurePosixPath()]
+        for folder in folders:
+            yield root / "sys/fs/cgroup" / folder
 
 
 def _text(file: Path) -> str:
@@ -67,8 +69,11 @@ def _text(file: Path) -> str:
 
 
 def _integer_in(file: Path) -> int | None:
+    """The integer that a file of the kernel holds; None for "max", or where there is no file."""
     text = _text(file)
-    return int(text) if text.isdecimal() else None
+    if text.isdecimal():
+        return int(text)
+    return None
 
 
 @cache

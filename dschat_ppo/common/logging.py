@@ -27,14 +27,19 @@ _REPLACED = "Setting accelerator to CPU", "LOAD REPORT"
 
 class _BarSafeHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        print_line(("warning: " if record.levelno == logging.WARNING else "") + self.format(record))
+        line = self.format(record)
+        if record.levelno == logging.WARNING:
+            line = f"warning: {line}"
+        print_line(line)
 
 
 def print_line(line: str) -> None:
     """Print a line: on a terminal above the progress line, in a log file without repeating that. It
     may quote data, so characters that a terminal obeys are escaped. If nobody reads any more (the
     terminal is closed), nothing is printed from then on, and the run continues."""
-    stdout = _HIDDEN[-1] if _HIDDEN else sys.stdout
+    stdout = sys.stdout
+    if _HIDDEN:
+        stdout = _HIDDEN[-1]
     line = safe_text(escaped(line))
     try:
         if sys.stderr.isatty():
@@ -73,8 +78,8 @@ class _WarningsOnce(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        least = logging.WARNING if is_main() else logging.ERROR
-        passes = record.levelno >= least and text not in self.seen and _is_new(record)
+        lowest_level = logging.WARNING if is_main() else logging.ERROR
+        passes = record.levelno >= lowest_level and text not in self.seen and _is_new(record)
         self.seen.add(text)
         return passes
 
@@ -101,7 +106,9 @@ def quiet_libraries() -> None:
     import deepspeed  # noqa: F401  (creates the logger that is set here)
 
     log = logging.getLogger("DeepSpeed")
-    log.setLevel(logging.INFO if _VERBOSE[0] else logging.WARNING)
+    log.setLevel(logging.WARNING)
+    if _VERBOSE[0]:
+        log.setLevel(logging.INFO)
     for handler in log.handlers:
         handler.setLevel(log.level)
     _print_once(log)
@@ -109,14 +116,15 @@ def quiet_libraries() -> None:
 
 
 def _print_once(log: logging.Logger) -> None:
+    """Let the handlers of a library that print pass only `_WarningsOnce`, unless everything is
+    printed."""
+    if _VERBOSE[0]:
+        return
     for handler in log.handlers:
         # others write files, or are those of another program
         prints = type(handler) is logging.StreamHandler
-        if (
-            prints
-            and not _VERBOSE[0]
-            and not any(isinstance(own, _WarningsOnce) for own in handler.filters)
-        ):
+        is_filtered = any(isinstance(known, _WarningsOnce) for known in handler.filters)
+        if prints and not is_filtered:
             handler.addFilter(_WarningsOnce())
 
 
@@ -152,6 +160,7 @@ def quiet_prints() -> Iterator[None]:
 
 
 def titled_table(title: str, rows: Iterable[tuple[str, str]]) -> str:
+    """A title, and below it the rows in two columns."""
     pairs = list(rows)
     width = max(len(left) for left, _ in pairs)
     return "\n".join([title] + [f"  {left.ljust(width)}  {right}" for left, right in pairs])

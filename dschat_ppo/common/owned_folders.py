@@ -16,8 +16,10 @@ from dschat_ppo.common.processes import find_process
 
 def owned_name(kind: str, pid: int) -> str:
     """The start of the name of a folder of process `pid`, which is followed by anything."""
+    started = 0
     process = find_process(pid)
-    started = process.started if process is not None else 0
+    if process is not None:
+        started = process.started
     return f"{_start_of_names(kind)}{pid}_{started}_"
 
 

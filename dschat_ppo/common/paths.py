@@ -5,8 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-CONFIG, RESULT, METRICS, STARTS = "config.yaml", "result.json", "metrics.jsonl", "starts.jsonl"
-MODELS, HEALTH, SAMPLES, REPORT = "models.json", "health.jsonl", "samples.jsonl", "report.html"
+CONFIG = "config.yaml"
+RESULT = "result.json"
+METRICS = "metrics.jsonl"
+STARTS = "starts.jsonl"
+MODELS = "models.json"
+HEALTH = "health.jsonl"
+SAMPLES = "samples.jsonl"
+REPORT = "report.html"
 # of `--validate_only`: inside --output_dir, where no run of training looks for outputs
 VALIDATION = "validation"
 

@@ -43,9 +43,9 @@ def announce(name: str) -> None:
     heartbeat()
 
 
-def announce_step(number: int) -> None:
+def announce_step(step: int) -> None:
     """Set the number of the current training step."""
-    _STEP[:] = [number]
+    _STEP[:] = [step]
     heartbeat()
 
 
@@ -56,7 +56,10 @@ def training_has_started() -> bool:
 
 def where(joint: str = ",") -> str:
     """The phase and, during training, the step: "phase 'train', step 12"."""
-    return f"phase '{current_phase()}'" + "".join(f"{joint} step {number}" for number in _STEP)
+    text = f"phase '{current_phase()}'"
+    if _STEP:
+        text += f"{joint} step {_STEP[0]}"
+    return text
 
 
 def largest_peak(name: str) -> float | None:
@@ -96,7 +99,8 @@ class PhaseClock:
     def _timed(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        if (gpu := _gpu()) is not None:
+        gpu = _gpu()
+        if gpu is not None:
             gpu.synchronize()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
@@ -106,7 +110,9 @@ class PhaseClock:
     def take(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
         """Return (seconds, tokens, peak memory in GiB), each by phase, and reset them."""
         taken = (self.seconds, self.tokens, self.peak_gib)
-        self.seconds, self.tokens, self.peak_gib = {}, {}, {}
+        self.seconds = {}
+        self.tokens = {}
+        self.peak_gib = {}
         return taken
 
 
@@ -117,11 +123,15 @@ def _gpu() -> Any:
 
     from dschat_ppo.common.dist import on_gpu
 
-    return torch.cuda if on_gpu() else None
+    if on_gpu():
+        return torch.cuda
+    return None
 
 
 def _reset_peak() -> None:
-    if (gpu := _gpu()) is not None:
+    """Measure peak memory from here on."""
+    gpu = _gpu()
+    if gpu is not None:
         gpu.reset_peak_memory_stats()
         return
     with suppress(OSError):  # not permitted: then the peak since the start of the process counts
@@ -130,7 +140,9 @@ def _reset_peak() -> None:
 
 def _peak_bytes() -> float:
     """Peak memory since the last reset: of the GPU, or of the process if there is none."""
-    if (gpu := _gpu()) is not None:
+    gpu = _gpu()
+    if gpu is not None:
         return float(gpu.max_memory_allocated())
     lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-    return float(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
+    peak = next(line for line in lines if line.startswith("VmHWM:"))  # in KiB
+    return float(peak.split()[1]) * 1024

@@ -11,15 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_SET_DEATH_SIGNAL, _SET_DUMPABLE = 1, 4  # PR_SET_PDEATHSIG and PR_SET_DUMPABLE of prctl(2)
+# PR_SET_PDEATHSIG and PR_SET_DUMPABLE of prctl(2)
+_SET_DEATH_SIGNAL = 1
+_SET_DUMPABLE = 4
 _LIBC = ctypes.CDLL(None)
 
 
-def signal_when_parent_ends(number: int) -> None:
+def signal_when_parent_ends(signal_number: int) -> None:
     """Let the kernel send this process a signal when the thread that forked it ends, however it
     ends. Forked processes do not inherit this. No signal comes for a thread that has already
     ended."""
-    _LIBC.prctl(_SET_DEATH_SIGNAL, ctypes.c_ulong(number))
+    _LIBC.prctl(_SET_DEATH_SIGNAL, ctypes.c_ulong(signal_number))
 
 
 def deny_access_to_memory() -> None:
@@ -39,6 +41,7 @@ class Process:
 
 
 def find_process(pid: int) -> Process | None:
+    """The process of that number; None if there is none, or no /proc."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -59,10 +62,12 @@ def command_line(pid: int) -> list[str]:
 def ancestor(word: str) -> int | None:
     """The number of the nearest process above this one that has `word` in its command line."""
     pid = os.getpid()
-    while (process := find_process(pid)) is not None:
+    process = find_process(pid)
+    while process is not None:
         if word in command_line(pid):
             return pid
         pid = process.parent
+        process = find_process(pid)
     return None
 
 
@@ -70,9 +75,9 @@ def open_closed_streams() -> None:
     """Let each standard stream that the caller has closed (`>&-`) lead nowhere. Otherwise Python
     has None in its place, on which every method fails, and the next file that is opened gets its
     number, so that what a library prints ends up in that file."""
-    for number in range(3):
+    for descriptor in range(3):
         try:
-            os.fstat(number)
+            os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
     if sys.stdout is None:
@@ -81,14 +86,14 @@ def open_closed_streams() -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
-def leave_dead_terminal(numbers: Sequence[int] = (1, 2)) -> None:
-    """Let descriptors, by default stdout and stderr, lead nowhere if nobody reads them, as of a
-    closed terminal or of a pipe whose reader has ended: each write would raise an error."""
+def leave_dead_terminal(descriptors: Sequence[int] = (1, 2)) -> None:
+    """Let file descriptors, by default stdout and stderr, lead nowhere if nobody reads them, as of
+    a closed terminal or of a pipe whose reader has ended: each write would raise an error."""
     poll = select.poll()
-    for number in numbers:
-        poll.register(number, 0)
-    for number, found in poll.poll(0):
-        if found & (select.POLLHUP | select.POLLERR):
+    for descriptor in descriptors:
+        poll.register(descriptor, 0)
+    for descriptor, events in poll.poll(0):
+        if events & (select.POLLHUP | select.POLLERR):
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, number)
+            os.dup2(nowhere, descriptor)
             os.close(nowhere)

@@ -27,7 +27,10 @@ class Progress:
     other ranks show nothing. `done`: the steps before this process."""
 
     def __init__(self, title: str, total: int, done: int = 0, unit: str = "step"):
-        self.title, self.total, self.done, self.unit = title, total, done, unit
+        self.title = title
+        self.total = total
+        self.done = done
+        self.unit = unit
         self.note = ""
         self.phase = ""  # in progress, such as "rollout 40/64 answers"
         self._ends: deque[tuple[float, float]] = deque(maxlen=WINDOW + 1)  # (time, tokens) of steps
@@ -81,30 +84,29 @@ class Progress:
     @property
     def left(self) -> str:
         """The time left, such as "1:24 left"; "" before the first step and at the end."""
-        each = self.rates[0]
-        if each and self.done < self.total:
-            return f"{duration(each * (self.total - self.done))} left"
+        step_seconds, _ = self.rates
+        if step_seconds and self.done < self.total:
+            return f"{duration(step_seconds * (self.total - self.done))} left"
         return ""
 
     def text(self) -> str:
-        parts = [
-            f"{self.title} {self.unit} {self.done}/{self.total}"
-            f" ({100 * self.done // max(self.total, 1)} %)"
-        ]
-        each = self.rates[0]
+        """The line: how far the run is; the phase in progress, or else the rate; the time left; the
+        note."""
+        percent = 100 * self.done // max(self.total, 1)
+        fields = [f"{self.title} {self.unit} {self.done}/{self.total} ({percent} %)"]
+        step_seconds, _ = self.rates
         if self.phase:
-            parts.append(self.phase)
-        elif each:
-            parts.append(
-                f"{each:.2g} s/{self.unit}" if each >= 1 else f"{1 / each:.3g} {self.unit}s/s"
-            )
-        return " | ".join(filter(None, [*parts, self.left, self.note]))
+            fields.append(self.phase)
+        elif step_seconds >= 1:
+            fields.append(f"{step_seconds:.2g} s/{self.unit}")
+        elif step_seconds:
+            fields.append(f"{1 / step_seconds:.3g} {self.unit}s/s")
+        return " | ".join(filter(None, [*fields, self.left, self.note]))
 
     def draw_if_due(self) -> None:
         """Show the line if the last one is old enough; in a terminal also at the end."""
-        is_old = time.monotonic() - self._printed >= (
-            PLAIN_SECONDS if self._bar is None else REDRAW_SECONDS
-        )
+        interval = PLAIN_SECONDS if self._bar is None else REDRAW_SECONDS
+        is_old = time.monotonic() - self._printed >= interval
         is_end = self._bar is not None and self.done == self.total and not self.phase
         if (is_old or is_end) and _SHOWN and _SHOWN[-1] is self:
             self._draw()
@@ -114,9 +116,8 @@ class Progress:
         if self._bar is None:
             print_line(self.text())
         else:
-            self._bar.set_description_str(
-                self.text()[: max(shutil.get_terminal_size().columns - 1, 1)]
-            )
+            width = max(shutil.get_terminal_size().columns - 1, 1)
+            self._bar.set_description_str(self.text()[:width])
 
 
 def report_phase(done: int, total: int, unit: str, name: str | None = None) -> None:
@@ -129,11 +130,11 @@ def report_phase(done: int, total: int, unit: str, name: str | None = None) -> N
 
 def duration(seconds: float) -> str:
     """ "0:04", "12:30", "1:02:03" or "2 d 03:04:05"."""
-    minutes, left = divmod(round(seconds), 60)
+    minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     if days:
-        return f"{days} d {hours:02}:{minutes:02}:{left:02}"
+        return f"{days} d {hours:02}:{minutes:02}:{rest:02}"
     if hours:
-        return f"{hours}:{minutes:02}:{left:02}"
-    return f"{minutes}:{left:02}"
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}"

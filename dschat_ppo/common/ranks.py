@@ -1,9 +1,10 @@
-"""The number of this process among the ranks, from the launcher's environment; without torch (see
-`common/dist.py`)."""
+"""The number of this process among the ranks, from the launcher's environment, and a port for those
+that have no launcher; without torch (see `common/dist.py`)."""
 
 from __future__ import annotations
 
 import os
+import socket
 
 
 def world_size() -> int:
@@ -34,3 +35,10 @@ def machines() -> int:
 def is_main() -> bool:
     """True on rank 0, which writes files and prints."""
     return rank() == 0
+
+
+def free_port() -> int:
+    """A port of this machine that no program uses, at which ranks can meet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

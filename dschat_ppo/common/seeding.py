@@ -41,11 +41,10 @@ def shared_generator(seed: int, *path: int) -> torch.Generator:
     return torch.Generator().manual_seed(_mixed(seed, *path))
 
 
-def _mixed(*numbers: int) -> int:
-    """A seed of 63 bits from all the numbers."""
-    return int(
-        np.random.SeedSequence(numbers).generate_state(1, dtype=np.uint64)[0] >> np.uint64(1)
-    )
+def _mixed(*path: int) -> int:
+    """A seed of 63 bits from all integers of `path`."""
+    state = np.random.SeedSequence(path).generate_state(1, dtype=np.uint64)
+    return int(state[0] >> np.uint64(1))
 
 
 def splitmix64(state: np.ndarray) -> np.ndarray:
@@ -64,5 +63,5 @@ def row_seeds(first: int, count: int, *path: int) -> torch.Tensor:
     ...) separates uses. A seed depends only on the number of the response, not on the rank that
     generates it."""
     base = np.random.SeedSequence([len(path), *path]).generate_state(1, dtype=np.uint64)
-    numbers = np.arange(first + 1, first + count + 1, dtype=np.uint64)
-    return torch.from_numpy(splitmix64(base + numbers * SPLITMIX_STEP).view(np.int64))
+    counters = np.arange(first + 1, first + count + 1, dtype=np.uint64)
+    return torch.from_numpy(splitmix64(base + counters * SPLITMIX_STEP).view(np.int64))

@@ -48,13 +48,14 @@ def install() -> None:
     ignore SIGINT and SIGHUP.
     """
     reset()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _on_signal)
+    for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(signal_number) is not signal.SIG_IGN:
+            signal.signal(signal_number, _on_signal)
     _find_launcher()
 
 
 def reset() -> None:
+    """Forget all requests, and the launcher."""
     vars(_REQUESTS).update(vars(_Requests()))
 
 
@@ -120,22 +121,23 @@ def _stopped(doing: str) -> StopRequested:
     return StopRequested(f"stopped ({reason()}) while it {doing}; run the same command again")
 
 
-def _on_signal(number: int, _frame: FrameType | None) -> None:
-    _REQUESTS.signal = _REQUESTS.signal or number
-    if number == signal.SIGHUP:
+def _on_signal(signal_number: int, _frame: FrameType | None) -> None:
+    _REQUESTS.signal = _REQUESTS.signal or signal_number
+    if signal_number == signal.SIGHUP:
         leave_dead_terminal()
-    if number == signal.SIGINT:
+    if signal_number == signal.SIGINT:
         if _REQUESTS.interrupted:
             raise KeyboardInterrupt
         _REQUESTS.interrupted = True
 
 
 def _after_fork_in_child() -> None:
+    """In a forked process, SIGTERM ends it, and SIGINT and SIGHUP are ignored."""
     if signal.getsignal(signal.SIGTERM) is _on_signal:
         reset()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for number in (signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
+        for signal_number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(signal_number, signal.SIG_IGN)
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -12,7 +12,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.dist import is_partitioned, own_part
+from dschat_ppo.common.dist import is_partitioned, rank_shard
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.models.saving import require_finite_weights
 from dschat_ppo.types import Engine
@@ -33,25 +33,30 @@ def refresh_whole_copy(weight: Any) -> None:
 def copy_overlaps(
     mine: Mapping[str, tuple[int, Tensor]], ranks: Iterable[Mapping[str, Tensor]]
 ) -> bool:
-    """Fill this rank's parts of parameters from those of all ranks of a saved run; returns whether
-    any held a part. `mine`: name -> (number of its first element, flat part), changed in place.
-    `ranks`: name -> part of each rank, in rank order, read one at a time; {} for a rank that held
-    none."""
-    seen = dict.fromkeys(mine, 0)
-    any_held = False
+    """Fill this rank's shards of parameters from those of all ranks of a saved run, which may have
+    divided the parameters otherwise; returns whether any rank had a shard.
+
+    Args:
+        mine: name -> (index of its first element, flat shard); the shards are changed in place.
+        ranks: name -> shard of each rank, in rank order, read one at a time; {} for a rank that had
+            none.
+    """
+    offsets = dict.fromkeys(mine, 0)  # of the next rank's shard in the flat parameter
+    has_shards = False
     for state in ranks:
         heartbeat()
-        any_held = any_held or bool(state)
+        has_shards = has_shards or bool(state)
         for name in state.keys() & mine.keys():
             saved = state[name].flatten()
+            offset = offsets[name]
             first, shard = mine[name]
             # both are slices of one flat tensor
-            begin = max(first, seen[name])
-            end = min(first + len(shard), seen[name] + len(saved))
+            begin = max(first, offset)
+            end = min(first + len(shard), offset + len(saved))
             if begin < end:
-                shard[begin - first : end - first] = saved[begin - seen[name] : end - seen[name]]
-            seen[name] += len(saved)
-    return any_held
+                shard[begin - first : end - first] = saved[begin - offset : end - offset]
+            offsets[name] += len(saved)
+    return has_shards
 
 
 class MovingAverage:
@@ -65,34 +70,32 @@ class MovingAverage:
 
     def __init__(self, model: nn.Module, decay: float):
         self._decay = decay
-        self._parameters: dict[str, Any] = {
-            name: p for name, p in model.named_parameters() if p.requires_grad
-        }
-        self._owners = _owners(
-            {name: p.numel() for name, p in self._parameters.items() if not is_partitioned(p)}
-        )
-        self._parts = dict[str, Tensor]()
+        self._parameters: dict[str, Any] = {}
+        sizes = {}  # of the whole tensors
+        for name, weight in model.named_parameters():
+            if weight.requires_grad:
+                self._parameters[name] = weight
+                if not is_partitioned(weight):
+                    sizes[name] = weight.numel()
+        self._owners = _owners(sizes)
+        self._averages: dict[str, Tensor] = {}  # of this rank's partitions, or the whole tensors
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self.begin()
 
     def begin(self) -> None:
         """Reset the average to the current weights."""
-        averaged_here = {
-            name: p
-            for name, p in self._parameters.items()
-            if self._owners.get(name, dist.rank()) == dist.rank()
-        }
-        layout = torch.contiguous_format
-        self._parts = {
-            name: _held(weight).cpu().float().clone(memory_format=layout)
-            for name, weight in averaged_here.items()
-        }
+        self._averages = {}
+        for name, weight in self._parameters.items():
+            if self._owners.get(name, dist.rank()) == dist.rank():
+                values = _values_here(weight).cpu().float()
+                self._averages[name] = values.clone(memory_format=torch.contiguous_format)
 
     @torch.no_grad()
     def update(self) -> None:
         """Update the average; to be called after each optimizer step."""
-        for name, average in self._parts.items():
-            average.lerp_(self._on_host(_held(self._parameters[name])).float(), 1 - self._decay)
+        for name, average in self._averages.items():
+            weight = self._on_host(_values_here(self._parameters[name]))
+            average.lerp_(weight.float(), 1 - self._decay)
 
     def _on_host(self, weight: Tensor) -> Tensor:
         """A weight in host memory and its dtype, until the next call; from a GPU by pinned memory,
@@ -100,7 +103,8 @@ class MovingAverage:
         if weight.device.type == "cpu":
             return weight
         if self._buffer.numel() < weight.nbytes:
-            self._buffer = pinned(max(_held(self._parameters[name]).nbytes for name in self._parts))
+            sizes = [_values_here(self._parameters[name]).nbytes for name in self._averages]
+            self._buffer = pinned(max(sizes))
         return self._buffer[: weight.nbytes].view(weight.dtype).view(weight.shape).copy_(weight)
 
     def gathered(self) -> dict[str, Tensor]:
@@ -109,9 +113,10 @@ class MovingAverage:
         averages = {}
         for name, weight in self._parameters.items():
             if is_partitioned(weight):
-                average = dist.gather_cat(self._parts[name].to(dist.device())).cpu()
+                average = dist.gather_cat(self._averages[name].to(dist.device())).cpu()
             else:
-                average = dist.broadcast(self._parts.get(name, weight.detach()), self._owners[name])
+                average = self._averages.get(name, weight.detach())
+                average = dist.broadcast(average, self._owners[name])
             if dist.is_main():
                 # ZeRO-3 empties `shape`
                 shape = torch.Size(getattr(weight, "ds_shape", weight.shape))
@@ -120,19 +125,18 @@ class MovingAverage:
         return averages
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's parts; {} if it holds none."""
-        return dict(self._parts)
+        """This rank's shards of the averages; {} if it holds none."""
+        return dict(self._averages)
 
     def restore(self, ranks: Iterable[dict[str, Tensor]]) -> bool:
-        """Restore from the parts of all ranks of a saved run, in rank order ({}: none); returns
-        whether there was any. Their partitions may be others. `ranks` is read one at a time."""
-        firsts = {
-            name: 0 if name in self._owners else dist.rank() * p.numel()
-            for name, p in self._parts.items()
-        }
-        return copy_overlaps(
-            {name: (firsts[name], average.view(-1)) for name, average in self._parts.items()}, ranks
-        )
+        """Restore from the shards of all ranks of a saved run; see `copy_overlaps`."""
+        shards = {}
+        for name, average in self._averages.items():
+            first = dist.rank() * average.numel()
+            if name in self._owners:  # it is whole
+                first = 0
+            shards[name] = (first, average.view(-1))
+        return copy_overlaps(shards, ranks)
 
 
 def whole_averages(
@@ -160,15 +164,17 @@ def pinned(size: int) -> Tensor:
 def _owners(sizes: dict[str, int]) -> dict[str, int]:
     """The rank that averages each tensor, so that all average about as many numbers; the same on
     every rank."""
-    held = [0] * dist.world_size()
+    totals = [0] * dist.world_size()
     owners = {}
     for name, size in sizes.items():
-        owners[name] = held.index(min(held))
-        held[owners[name]] += size
+        owner = totals.index(min(totals))
+        owners[name] = owner
+        totals[owner] += size
     return owners
 
 
-def _held(weight: Any) -> Tensor:
+def _values_here(weight: Any) -> Tensor:
+    """This rank's partition of a parameter, or all of it if ZeRO-3 does not divide it."""
     if is_partitioned(weight):
         return weight.ds_tensor.detach()
     return weight.detach()
@@ -199,49 +205,50 @@ class ReferenceSync:
         squares = torch.zeros(2, dtype=torch.float64, device=dist.device())
         for name, weight in self._weights.items():
             heartbeat()
-            first, part = own_part(weight)
-            source = self._actor_part(name, first, part)
+            first, shard = rank_shard(weight)
+            actor_shard = self._actor_shard(name, first, shard)
             # whole tensors are the same on all ranks
             counts = is_partitioned(weight) or dist.is_main()
-            for new, theirs in zip(part.split(PIECE), source.split(PIECE), strict=True):
-                before = new.to(torch.float32, copy=True)
-                new.copy_(self._mixup * theirs.float() + (1 - self._mixup) * before)
+            pieces = zip(shard.split(PIECE), actor_shard.split(PIECE), strict=True)
+            for reference, actor in pieces:
+                before = reference.to(torch.float32, copy=True)
+                reference.copy_(self._mixup * actor.float() + (1 - self._mixup) * before)
                 if counts:
-                    norms = torch.stack([(new.float() - before).norm(), before.norm()])
+                    norms = torch.stack([(reference.float() - before).norm(), before.norm()])
                     squares += norms.double().square().to(squares.device)
             refresh_whole_copy(weight)
-        moved, size = dist.all_reduce(squares).tolist()
-        return sqrt(moved / size) if size else 0.0
+        change, size = dist.all_reduce(squares).tolist()
+        if size == 0:
+            return 0.0
+        return sqrt(change / size)
 
-    def _actor_part(self, name: str, first: int, part: Tensor) -> Tensor:
-        """The actor's elements at the place of `part`, from `first` on. Collective if only the
-        actor is partitioned."""
+    def _actor_shard(self, name: str, first: int, shard: Tensor) -> Tensor:
+        """The actor's elements where `shard` has those of the reference, from element `first` of
+        the parameter on. Collective if only the actor is partitioned."""
         source = self._sources[name]
         if not is_partitioned(source):
-            found = source.detach().flatten()[first : first + part.numel()]
+            elements = source.detach().flatten()[first : first + shard.numel()]
         elif is_partitioned(self._weights[name]):
-            found = own_part(source)[1]
+            _, elements = rank_shard(source)
         else:
-            found = gathered(source)
-        return found.to(part.device)
+            elements = gathered(source)
+        return elements.to(shard.device)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Flat parts of the reference that only this rank holds; whole tensors are those of rank
-        0."""
-        kept = {
-            name: weight
-            for name, weight in self._weights.items()
-            if is_partitioned(weight) or dist.is_main()
-        }
-        return {name: own_part(weight)[1] for name, weight in kept.items()}
+        """Flat shards of the reference that this rank saves: its partitions, and on rank 0 the
+        tensors that are whole on every rank."""
+        shards = {}
+        for name, weight in self._weights.items():
+            if is_partitioned(weight) or dist.is_main():
+                _, shards[name] = rank_shard(weight)
+        return shards
 
     @torch.no_grad()
     def restore(self, ranks: Iterable[dict[str, Tensor]]) -> bool:
-        """Restore from the parts of all ranks of a saved run; see `copy_overlaps`. Collective."""
-        found = copy_overlaps(
-            {name: own_part(weight) for name, weight in self._weights.items()}, ranks
-        )
-        if found:
+        """Restore from the shards of all ranks of a saved run; see `copy_overlaps`. Collective."""
+        shards = {name: rank_shard(weight) for name, weight in self._weights.items()}
+        is_restored = copy_overlaps(shards, ranks)
+        if is_restored:
             for weight in self._weights.values():
                 refresh_whole_copy(weight)
-        return found
+        return is_restored

@@ -43,7 +43,7 @@ from dschat_ppo.types import Engine
 
 # The whole weights of a model stay if the memory of a device would hold them so many times: those
 # of all four models of step 3 then take at most a sixteenth of it.
-FITS = 64
+COPIES_THAT_FIT = 64
 # Beginnings of the settings of DeepSpeed that say how weights are gathered; this project sets none
 # of them.
 OF_GATHERING = (
@@ -67,16 +67,17 @@ def may_be_whole(config: Config, size: int, ranks: int, memory: int) -> bool:
         return False
     if any(name.startswith(OF_GATHERING) for name in zero):
         return False
-    if (zero.get("offload_param") or {}).get("device", "none") != "none" or zero.get(
-        "zero_hpz_partition_size", 1
-    ) != 1:
+    if (zero.get("offload_param") or {}).get("device", "none") != "none":
+        return False
+    if zero.get("zero_hpz_partition_size", 1) != 1:
         return False
     if any(zero.get(f"zero_quantized_{name}") for name in ("weights", "nontrainable_weights")):
         return False
-    return ranks == 1 or FITS * size <= memory
+    return ranks == 1 or COPIES_THAT_FIT * size <= memory
 
 
 def _memory_of_device() -> int:
+    """Bytes of memory for one rank: of its GPU, or its share of the host's."""
     if on_gpu():
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     return host_memory() // local_world_size()
@@ -169,20 +170,18 @@ def optimizer_settings(config: StepConfig, updates: int, prefix: str = "") -> Op
     """As the flags of a step ask for `updates` steps; `prefix`: of the flags of one of its
     models."""
     run = config.run
-    schedule = config.schedule
     flags = vars(config.training)
-    kind = flags["lr_scheduler_type"]
     return OptimizerSettings(
-        flags[f"{prefix}learning_rate"],
-        flags[f"{prefix}weight_decay"],
-        kind,
-        config.warmup_steps(updates),
-        updates,
-        (run.adam_beta1, run.adam_beta2),
-        run.adam_epsilon,
-        vars(config.lora)[f"{prefix}lora_learning_rate"],
-        schedule.min_lr_ratio,
-        run.muon_learning_rate,
+        learning_rate=flags[f"{prefix}learning_rate"],
+        weight_decay=flags[f"{prefix}weight_decay"],
+        schedule=flags["lr_scheduler_type"],
+        warmup_steps=config.warmup_steps(updates),
+        total_steps=updates,
+        betas=(run.adam_beta1, run.adam_beta2),
+        epsilon=run.adam_epsilon,
+        lora_learning_rate=vars(config.lora)[f"{prefix}lora_learning_rate"],
+        min_lr_ratio=config.schedule.min_lr_ratio,
+        muon_learning_rate=run.muon_learning_rate,
     )
 
 
@@ -236,19 +235,24 @@ def eval_engine(model: nn.Module, config: Config) -> Engine:
 def _initialise(
     model: nn.Module, config: Config, layer_by_layer: bool = False, **training: Any
 ) -> Engine:
-    size = sum(
-        getattr(weight, "ds_numel", weight.numel()) * weight.element_size()
-        for weight in model.parameters()
+    """A DeepSpeed engine, with whole weights if these fit. `training`: optimizer and schedule."""
+    size = 0
+    for weight in model.parameters():
+        # ZeRO-3 empties the tensor
+        size += getattr(weight, "ds_numel", weight.numel()) * weight.element_size()
+    keeps_whole = not layer_by_layer and may_be_whole(
+        config, size, world_size(), _memory_of_device()
     )
-    whole = not layer_by_layer and may_be_whole(config, size, world_size(), _memory_of_device())
-    # ZeRO-3 gathers all weights of a layer with a state when the layer is called. Gathered by its
-    # parts, they would be as often as a rank's rows need blocks, which differs between ranks.
-    for layer in state_layers(model) if config["zero_optimization"]["stage"] == 3 else ():
-        set_z3_leaf_module(layer, True)
-        layer.register_forward_pre_hook(_states_by_position, with_kwargs=True, prepend=True)
+    if config["zero_optimization"]["stage"] == 3:
+        # ZeRO-3 gathers all weights of a layer with a state when the layer is called. Module by
+        # module, it would gather them as often as a rank's rows need blocks, which differs between
+        # ranks.
+        for layer in state_layers(model):
+            set_z3_leaf_module(layer, True)
+            layer.register_forward_pre_hook(_states_by_position, with_kwargs=True, prepend=True)
     with quiet_prints():
         engine, *_ = deepspeed.initialize(model=model, config=config, **training)
-    if whole:
+    if keeps_whole:
         keep_whole(engine)
     return engine
 
@@ -256,12 +260,13 @@ def _initialise(
 def _states_by_position(
     _module: nn.Module, values: Any, options: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """DeepSpeed finds the end of a backward pass by arguments without names alone."""
+    """Before a forward pass: pass `hidden_states` as the first argument, without its name.
+    DeepSpeed finds the end of a backward pass by arguments without names alone."""
     if values or "hidden_states" not in options:
         return values, options
-    return (options["hidden_states"],), {
-        name: value for name, value in options.items() if name != "hidden_states"
-    }
+    rest = dict(options)
+    hidden_states = rest.pop("hidden_states")
+    return (hidden_states,), rest
 
 
 def share_gathering(model: nn.Module, engine: Engine) -> None:
@@ -270,8 +275,9 @@ def share_gathering(model: nn.Module, engine: Engine) -> None:
     not gather these. Engines over the same parameters must share that record, or one would not know
     what to wait for."""
     record = getattr(engine.module, "ds_inflight_param_registry", None)
-    held = {id(parameter) for parameter in engine.module.parameters()}
-    if record is not None and any(id(parameter) in held for parameter in model.parameters()):
+    of_engine = {id(parameter) for parameter in engine.module.parameters()}
+    is_shared = any(id(parameter) in of_engine for parameter in model.parameters())
+    if record is not None and is_shared:
         model.ds_inflight_param_registry = record
 
 
@@ -284,13 +290,16 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
     )
     if settings.muon_learning_rate is None:
         return torch.optim.AdamW(groups, **adamw)
-    groups = [
-        (MUON if "use_muon" in group else {"use_muon": False, **adamw}) | group for group in groups
-    ]
-    made: torch.optim.Optimizer = import_module(_MUON).MuonWithAuxAdam(
-        groups, torch.optim.AdamW, adamw
+    complete_groups = []
+    for group in groups:
+        defaults = {"use_muon": False, **adamw}
+        if "use_muon" in group:
+            defaults = MUON
+        complete_groups.append(defaults | group)
+    optimizer: torch.optim.Optimizer = import_module(_MUON).MuonWithAuxAdam(
+        complete_groups, torch.optim.AdamW, adamw
     )
-    return made
+    return optimizer
 
 
 def rate_factor(settings: OptimizerSettings, step: int) -> float:
@@ -307,7 +316,7 @@ def rate_factor(settings: OptimizerSettings, step: int) -> float:
     kind = settings.schedule
     warmup = settings.warmup_steps
     total = settings.total_steps
-    least = settings.min_lr_ratio
+    lowest = settings.min_lr_ratio
     if kind == "constant":
         return 1.0
     if step < warmup:
@@ -317,50 +326,48 @@ def rate_factor(settings: OptimizerSettings, step: int) -> float:
         return 1.0
     if kind == "polynomial":
         peak = settings.learning_rate
-        last = least * peak if least > 0 else POLYNOMIAL_END
+        last = POLYNOMIAL_END
+        if lowest > 0:
+            last = lowest * peak
         return ((peak - last) * max(0.0, 1 - progress) + last) / peak
     if kind == "linear":
-        shape = max(0.0, (total - step) / max(1, total - warmup))
+        factor = max(0.0, (total - step) / max(1, total - warmup))
+    elif kind == "cosine" or progress < 1:
+        factor = (1 + cos(pi * progress)) / 2
     else:
-        if kind == "cosine" or progress < 1:
-            shape = (1 + cos(pi * progress)) / 2
-        else:
-            shape = 0.0
-    return least + (1 - least) * shape
+        factor = 0.0
+    return lowest + (1 - lowest) * factor
 
 
 def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:
-    """Trainable parameters by learning rate (LoRA or Muon last) and weight decay: of matrices, not
-    of DoRA's magnitudes."""
-    if settings.lora_learning_rate is None:
-        own = settings.learning_rate
-    else:
-        own = settings.lora_learning_rate
-    of_muon = {"lr": settings.muon_learning_rate, "use_muon": True}
-    rates: dict[str, dict[str, Any]] = {"": {}, "lora": {"lr": own}, "muon": of_muon}
-    groups = {
-        (kind, is_matrix): list[nn.Parameter]() for kind in rates for is_matrix in (True, False)
+    """Trainable parameters by learning rate (LoRA or Muon last) and weight decay: matrices have it,
+    and vectors, such as DoRA's magnitudes, do not. Groups without parameters are left out."""
+    uses_muon = settings.muon_learning_rate is not None
+    lora_rate = settings.lora_learning_rate
+    if lora_rate is None:
+        lora_rate = settings.learning_rate
+    options: dict[str, dict[str, Any]] = {
+        "": {},
+        "lora": {"lr": lora_rate},
+        "muon": {"lr": settings.muon_learning_rate, "use_muon": True},
     }
+    members: dict[tuple[str, bool], list[nn.Parameter]] = {}  # (kind, is a matrix) -> parameters
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            # ZeRO-3 empties `shape`
-            if hasattr(parameter, "ds_shape"):
-                shape = parameter.ds_shape
-            else:
-                shape = parameter.shape
-            muon = settings.muon_learning_rate is not None and is_layer_matrix(name, shape)
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties `shape`
+            kind = ""
             if is_adapter_parameter(name):
                 kind = "lora"
-            elif muon:
+            elif uses_muon and is_layer_matrix(name, shape):
                 kind = "muon"
-            else:
-                kind = ""
-            groups[kind, len(shape) > 1].append(parameter)
-    return [
-        {"params": held, "weight_decay": settings.weight_decay if is_matrix else 0.0} | rates[kind]
-        for (kind, is_matrix), held in groups.items()
-        if held
-    ]
+            members.setdefault((kind, len(shape) > 1), []).append(parameter)
+    groups = []
+    for kind in options:
+        for is_matrix, weight_decay in ((True, settings.weight_decay), (False, 0.0)):
+            if (kind, is_matrix) in members:
+                group = {"params": members[kind, is_matrix], "weight_decay": weight_decay}
+                groups.append(group | options[kind])
+    return groups
 
 
 def is_layer_matrix(name: str, shape: Sequence[int]) -> bool:

@@ -6,6 +6,7 @@ import copy
 import difflib
 import json
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 from dschat_ppo.config.run_flags import MemoryFlags
@@ -55,46 +56,42 @@ MUON = {"momentum": 0.95, "ns_method": "standard"}
 GRADIENT_CHECKS = (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm"))
 
 
-def train_config(  # noqa: PLR0913
+@dataclass(frozen=True)
+class ZeroOptions:
+    """What ZeRO does beside dividing by its stage.
+
+    Attributes:
+        memory: the flags for the offload of the optimizer alone, and for ZeRO++.
+        quantised_frozen: hold frozen weights in 8 bits at stage 3.
+        device: a type such as "cuda": on a GPU, ZeRO-3 gathers and reduces while it computes.
+    """
+
+    memory: MemoryFlags = MemoryFlags()
+    quantised_frozen: bool = False
+    device: str = "cpu"
+
+
+def train_config(
     stage: int,
     dtype: str,
     offload: bool,
     world_size: int,
     max_grad_norm: float,
     overlay: Config | None = None,
-    memory: MemoryFlags | None = None,
-    quantised_frozen: bool = False,
-    device: str = "cpu",
+    options: ZeroOptions = ZeroOptions(),
 ) -> Config:
     """Configuration of an engine that trains.
 
     In bf16 and fp16 stage 0 runs as stage 1: DeepSpeed's own stage 0 does not scale the fp16 loss
     in `engine.backward` and counts one Adam step too many, so its numbers differ. `offload` keeps
     the optimizer state in host memory, at stage 3 the parameters too. `overlay`, the user's
-    `--deepspeed_config`, takes precedence. `memory` None: neither offload of the optimizer alone
-    nor ZeRO++. `quantised_frozen` holds frozen weights in 8 bits at stage 3. `device` is a type
-    such as "cuda": on a GPU, ZeRO-3 gathers and reduces while it computes.
+    `--deepspeed_config`, takes precedence.
     """
-    memory = memory or MemoryFlags()
-    stage = 1 if stage == 0 and dtype != "fp32" else stage
-    on_gpu = device == "cuda"
-    zero: Config = {"stage": stage, "overlap_comm": on_gpu and stage == 3}
-    if on_gpu:
-        zero |= {"reduce_bucket_size": BUCKET_SIZE, "allgather_bucket_size": BUCKET_SIZE}
-    if stage > 0:
-        zero["offload_optimizer"] = {
-            "device": "cpu" if offload or memory.offload_optimizer else "none"
-        }
-    if stage == 3:
-        zero |= {
-            "offload_param": {"device": "cpu" if offload else "none"},
-            "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
-            "zero_hpz_partition_size": memory.zero_hpz_partition_size,
-            "zero_quantized_nontrainable_weights": quantised_frozen,
-        }
+    if stage == 0 and dtype != "fp32":
+        stage = 1
     config = {
         **_common(dtype, world_size),
-        "zero_optimization": zero,
+        "zero_optimization": _zero_section(stage, offload, options),
         "gradient_clipping": max_grad_norm,
     }
     if dtype == "bf16":
@@ -114,32 +111,54 @@ def train_config(  # noqa: PLR0913
     return settings
 
 
+def _zero_section(stage: int, offload: bool, options: ZeroOptions) -> Config:
+    """The section `zero_optimization` of an engine that trains."""
+    on_gpu = options.device == "cuda"
+    zero: Config = {"stage": stage, "overlap_comm": on_gpu and stage == 3}
+    if on_gpu:
+        zero["reduce_bucket_size"] = BUCKET_SIZE
+        zero["allgather_bucket_size"] = BUCKET_SIZE
+    if stage > 0:
+        offloads_optimizer = offload or options.memory.offload_optimizer
+        zero["offload_optimizer"] = _offloaded(offloads_optimizer)
+    if stage == 3:
+        zero["offload_param"] = _offloaded(offload)
+        zero["stage3_param_persistence_threshold"] = PERSISTENT_ELEMENTS
+        zero["zero_hpz_partition_size"] = options.memory.zero_hpz_partition_size
+        zero["zero_quantized_nontrainable_weights"] = options.quantised_frozen
+    return zero
+
+
+def _offloaded(to_host: bool) -> Config:
+    return {"device": "cpu" if to_host else "none"}
+
+
 def config_of_run(
     config: StepConfig, stage: int, ranks: int, device: str, quantised_frozen: bool = False
 ) -> Config:
     """`train_config` as the flags of a step ask, and its `--deepspeed_config`."""
-    fit = config.training
-    overlay = read_overlay(config.run.deepspeed_config)
+    training = config.training
     return train_config(
         stage,
         config.run.dtype,
-        fit.offload,
+        training.offload,
         ranks,
-        fit.max_grad_norm,
-        overlay,
-        config.memory,
-        quantised_frozen,
-        device,
+        training.max_grad_norm,
+        read_overlay(config.run.deepspeed_config),
+        ZeroOptions(config.memory, quantised_frozen, device),
     )
 
 
 def eval_config(stage: int, dtype: str, offload: bool, world_size: int) -> Config:
     """Configuration of an engine that only runs forward: partitioned at stage 3, else whole on each
     rank. hpZ would save no gather: only a backward pass gathers again."""
-    zero: Config = {"stage": 3 if stage == 3 else 0}
+    zero: Config = {"stage": 0}
     if stage == 3:
-        zero["offload_param"] = {"device": "cpu" if offload else "none"}
-        zero["stage3_param_persistence_threshold"] = PERSISTENT_ELEMENTS
+        zero = {
+            "stage": 3,
+            "offload_param": _offloaded(offload),
+            "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
+        }
     return {**_common(dtype, world_size), "zero_optimization": zero}
 
 
@@ -162,14 +181,14 @@ def check_zero_plus_plus(
 
 
 def _common(dtype: str, world_size: int) -> Config:
+    """The settings of all engines."""
     return {
         "train_batch_size": world_size,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "steps_per_print": 10**9,
-        "timers": {
-            "throughput": {"enabled": False}
-        },  # it waits for the device in every forward pass and update
+        # it waits for the device in every forward pass and update
+        "timers": {"throughput": {"enabled": False}},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # PyTorch's is as fast, and nothing is compiled
         "bf16": {"enabled": dtype == "bf16"},
@@ -202,16 +221,43 @@ def require_agreement(config: StepConfig, ranks: int) -> None:
     run = config.run
     settings = _checked_settings(path)
     kind = _setting_at(settings, "optimizer.type")
-    muon = run.optimizer == "muon"
+    kinds: Collection[str] = ("adam", "adamw")
+    if run.optimizer == "muon":
+        kinds = ("muon",)
     require(
-        kind is None or str(kind).lower() in (("muon",) if muon else ("adam", "adamw")),
+        kind is None or str(kind).lower() in kinds,
         f"--deepspeed_config {path}: optimizer.type is {kind}, but --optimizer is {run.optimizer}:"
         " change one of the two, or take it out of the file",
     )
+    for setting, flag, value in _settings_of_flags(config, ranks):
+        in_file = _setting_at(settings, setting)
+        meant = in_file
+        if setting == "scheduler.type":
+            meant = SCHEDULES.get(str(in_file).lower(), in_file)
+        elif setting == "zero_optimization.stage" and run.dtype != "fp32":
+            if {in_file, value} == {0, 1}:
+                meant = value  # see `train_config`
+        if in_file is None or meant == value:
+            continue
+        advice = "change one of the two, or take it out of the file"
+        if "muon's" in flag:  # which no flag sets
+            advice = "take it out of the file"
+        if flag == "dtype":
+            value = run.dtype
+        raise UserError(
+            f"--deepspeed_config {path}: {setting} is {json.dumps(in_file)}, but --{flag} is"
+            f" {value}: {advice}"
+        )
+
+
+def _settings_of_flags(config: StepConfig, ranks: int) -> list[tuple[str, str, Any]]:
+    """(setting of DeepSpeed, flag, value) of what the flags decide, so that a file can only
+    repeat it."""
+    run = config.run
     flags = vars(config.training)
     micro = config.micro_batch
     accumulation = flags["gradient_accumulation_steps"]
-    ours = [  # (setting, flag, value)
+    settings: list[tuple[str, str, Any]] = [
         ("train_micro_batch_size_per_gpu", micro, flags[micro]),
         ("gradient_accumulation_steps", "gradient_accumulation_steps", accumulation),
         (
@@ -224,17 +270,13 @@ def require_agreement(config: StepConfig, ranks: int) -> None:
         ("bf16.enabled", "dtype", run.dtype == "bf16"),
         ("fp16.enabled", "dtype", run.dtype == "fp16"),
     ]
-    if muon:  # the file could turn it off: see the refusals of `StepConfig`
-        ours += [
-            ("optimizer.params.muon_lr", "muon_learning_rate", run.muon_learning_rate),
-            *(
-                (f"optimizer.params.{key}", f"optimizer muon's {key}", value)
-                for key, value in MUON.items()
-            ),
-            *(
-                ("zero_optimization.stage", f"{model}zero_stage", stage)
-                for model, stage in config.stages.items()
-            ),
+    if run.optimizer == "muon":  # the file could turn it off: see the refusals of `StepConfig`
+        settings.append(("optimizer.params.muon_lr", "muon_learning_rate", run.muon_learning_rate))
+        for key, value in MUON.items():
+            settings.append((f"optimizer.params.{key}", f"optimizer muon's {key}", value))
+        for model, stage in config.stages.items():
+            settings.append(("zero_optimization.stage", f"{model}zero_stage", stage))
+        settings += [
             ("zero_optimization.cpu_offload", "optimizer muon's offload", False),
             ("zero_optimization.offload_optimizer.device", "optimizer muon's device", "none"),
             ("data_types.grad_accum_dtype", "optimizer muon's sums of gradients", "fp32"),
@@ -242,7 +284,7 @@ def require_agreement(config: StepConfig, ranks: int) -> None:
     for model in config.stages:
         peak = f"{model}learning_rate"
         decay = f"{model}weight_decay"
-        ours += [
+        settings += [
             ("optimizer.params.lr", peak, flags[peak]),
             ("optimizer.params.adam_lr", peak, flags[peak]),
             ("optimizer.params.weight_decay", decay, flags[decay]),
@@ -250,41 +292,33 @@ def require_agreement(config: StepConfig, ranks: int) -> None:
             ("scheduler.params.warmup_num_steps", "num_warmup_steps", flags["num_warmup_steps"]),
             ("scheduler.type", "lr_scheduler_type", flags["lr_scheduler_type"]),
         ]
-    for setting, flag, value in ours:
-        theirs = meant = _setting_at(settings, setting)
-        if setting == "scheduler.type":
-            meant = SCHEDULES.get(str(theirs).lower(), theirs)
-        elif (
-            setting == "zero_optimization.stage"
-            and run.dtype != "fp32"
-            and {theirs, value} == {0, 1}
-        ):
-            meant = value  # see `train_config`
-        other = "" if "muon's" in flag else "change one of the two, or "  # which no flag sets
-        require(
-            theirs is None or meant == value,
-            f"--deepspeed_config {path}: {setting} is {json.dumps(theirs)}, but --{flag} is "
-            f"{run.dtype if flag == 'dtype' else value}: {other}take it out of the file",
-        )
+    return settings
 
 
 def _setting_at(settings: Config, path: str) -> Any:
     """The value at a place such as "optimizer.params.lr"; None if there is none."""
     level: Any = settings
     for key in path.split("."):
-        level = level.get(key) if isinstance(level, dict) else None
+        if not isinstance(level, dict):
+            return None
+        level = level.get(key)
     return level
 
 
 def _without_auto(settings: Config) -> Config:
-    return {
-        key: _without_auto(value) if isinstance(value, dict) else value
-        for key, value in settings.items()
-        if value != "auto"
-    }
+    """The settings, at all levels, whose value is not "auto"."""
+    chosen = {}
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            chosen[key] = _without_auto(value)
+        elif value != "auto":
+            chosen[key] = value
+    return chosen
 
 
 def _checked_settings(path: str | None) -> Config:
+    """The settings of `--deepspeed_config` but for "auto"; {} without a file. `UserError` for those
+    that DeepSpeed does not know or that a run cannot do without."""
     if path is None:
         return {}
     text = read_settings("--deepspeed_config", path)
@@ -334,26 +368,19 @@ def _check_sections(path: str, settings: Config) -> None:
         "bf16": DeepSpeedBF16Config,
     }
     for section, kind in kinds.items():
-        given = settings.get(section, {})
-        require(isinstance(given, dict), f"--deepspeed_config {path}: {section} must be an object")
+        values = settings.get(section, {})
+        require(isinstance(values, dict), f"--deepspeed_config {path}: {section} must be an object")
         try:
-            kind(**given)
+            kind(**values)
         except ValueError as problem:
             # pydantic's; "value_error": several settings do not fit, perhaps those of flags
-            own = [error for error in problem.errors() if error["type"] != "value_error"]  # type: ignore[attr-defined]
-            if not own:
+            errors = [error for error in problem.errors() if error["type"] != "value_error"]  # type: ignore[attr-defined]
+            if not errors:
                 continue
-            first = own[0]
-            name = ".".join(str(part) for part in first["loc"])
-            known = [
-                word
-                for key, field in kind.model_fields.items()
-                for word in (key, field.alias)
-                if word
-            ]
-            unknown = first["type"] == "extra_forbidden"
-            if unknown:
-                said = f"DeepSpeed has no such setting{_nearest(name, known)}"
-            else:
-                said = first["msg"]
-            raise UserError(f"--deepspeed_config {path}: {section}.{name}: {said}") from None
+            name = ".".join(map(str, errors[0]["loc"]))
+            reason = errors[0]["msg"]
+            if errors[0]["type"] == "extra_forbidden":
+                names = list(kind.model_fields)
+                names += [field.alias for field in kind.model_fields.values() if field.alias]
+                reason = f"DeepSpeed has no such setting{_nearest(name, names)}"
+            raise UserError(f"--deepspeed_config {path}: {section}.{name}: {reason}") from None

@@ -174,14 +174,15 @@ class HybridEngine:
         was_training = model.training
         self.engine.eval()
         with torch.no_grad():
-            whole = model(ids, use_cache=False).logits.float().log_softmax(dim=-1)
+            whole_logprobs = model(ids, use_cache=False).logits.float().log_softmax(dim=-1)
         self.engine.train(was_training)
-        sharded = torch.full_like(whole, torch.inf)
-        with attempt() as tried, self.generating() as lent:
-            sharded = lent(ids, use_cache=False).logits.float().log_softmax(dim=-1)
+        logprobs = torch.full_like(whole_logprobs, torch.inf)
+        with attempt() as tried, self.generating() as sharded:
+            logprobs = sharded(ids, use_cache=False).logits.float().log_softmax(dim=-1)
         error = of_any_rank(unfit(tried), ids.device)
-        likeliest = whole.argmax(dim=-1, keepdim=True)
-        mean_difference = (sharded.gather(2, likeliest) - whole.gather(2, likeliest)).abs().mean()
+        likeliest = whole_logprobs.argmax(dim=-1, keepdim=True)
+        differences = logprobs.gather(2, likeliest) - whole_logprobs.gather(2, likeliest)
+        mean_difference = differences.abs().mean()
         # the largest of all ranks, so that all of them decide alike
         difference = float(dist.all_reduce(mean_difference, "max"))
         tolerance = 0.3
@@ -204,15 +205,13 @@ class HybridEngine:
 @contextmanager
 def _without_hooks(model: nn.Module) -> Iterator[None]:
     """Remove the hooks of every module; the exit restores the same dictionaries."""
-    saved_hooks = [
-        (module, {name: getattr(module, name) for name in _HOOKS}) for module in model.modules()
-    ]
-    for module, _ in saved_hooks:
+    saved_hooks: list[tuple[nn.Module, str, Any]] = []
+    for module in model.modules():
         for name in _HOOKS:
+            saved_hooks.append((module, name, getattr(module, name)))
             setattr(module, name, OrderedDict())
     try:
         yield
     finally:
-        for module, hooks in saved_hooks:
-            for name, value in hooks.items():
-                setattr(module, name, value)
+        for module, name, hooks in saved_hooks:
+            setattr(module, name, hooks)

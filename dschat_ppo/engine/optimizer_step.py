@@ -58,7 +58,10 @@ class StepResult:
 def random_state() -> list[Tensor]:
     """RNG states of torch's default generators, which dropout draws from: of the CPU, and of this
     rank's GPU if any."""
-    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if on_gpu() else [])
+    states = [torch.get_rng_state()]
+    if on_gpu():
+        states.append(torch.cuda.get_rng_state())
+    return states
 
 
 def set_random_state(state: Sequence[Tensor]) -> None:
@@ -68,21 +71,25 @@ def set_random_state(state: Sequence[Tensor]) -> None:
         torch.cuda.set_rng_state(state[1])
 
 
-def _fault(of: Literal["loss", "gradient"], numbers: Tensor, state: list[Tensor]) -> Fault | None:
-    """The first of all ranks' `numbers` that is not finite. If all are finite: None for losses; for
-    gradients the largest one. Collective. `numbers` (M,) fp32: losses, or largest absolute
-    gradients, of this rank's micro-batches, M the same on every rank; `state` as in
-    `Fault.random_state`."""
-    everywhere = gather_cat(numbers.unsqueeze(0))  # (ranks, M)
-    bad = ~everywhere.isfinite()
+def _fault(of: Literal["loss", "gradient"], values: Tensor, state: list[Tensor]) -> Fault | None:
+    """The first value of all ranks that is not finite. If all are finite: None for losses; for
+    gradients the largest one. Collective.
+
+    Args:
+        values: (M,) fp32, the losses, or the largest absolute gradients, of this rank's
+            micro-batches, M the same on every rank.
+        state: as in `Fault.random_state`.
+    """
+    all_values = gather_cat(values.unsqueeze(0))  # (ranks, M)
+    is_faulty = ~all_values.isfinite()
     kind: Literal["loss", "gradient", "norm"] = of
-    if not bad.any():
+    if not is_faulty.any():
         if of == "loss":
             return None
         kind = "norm"
-        bad = everywhere == everywhere.max()
-    rank, micro_batch = bad.nonzero()[0].tolist()
-    return Fault(kind, rank, micro_batch, everywhere.tolist(), state)
+        is_faulty = all_values == all_values.max()
+    rank, micro_batch = is_faulty.nonzero()[0].tolist()
+    return Fault(kind, rank, micro_batch, all_values.tolist(), state)
 
 
 @contextmanager
@@ -172,18 +179,18 @@ def _infinite_norm(optimizer: Any) -> Iterator[None]:
     `scaled_global_norm` (stages 1 and 2), `_get_norm_groups` (stage 3), or `get_grads_for_norm`
     (the bf16 optimizer, used at stage 1 without offload)."""
     infinite = torch.tensor(torch.inf)
-    answers = {
+    norms = {
         "scaled_global_norm": infinite,
         "_get_norm_groups": [infinite],
         "get_grads_for_norm": ([infinite], {}),
     }
-    name = next((name for name in answers if hasattr(optimizer, name)), None)
+    name = next((name for name in norms if hasattr(optimizer, name)), None)
     if name is None:
         raise RuntimeError(
             f"DeepSpeed's {type(optimizer).__name__} cannot skip an update; set the ZeRO stage and "
             "the number format by flags, not in --deepspeed_config"
         )
-    setattr(optimizer, name, lambda *_, **__: answers[name])
+    setattr(optimizer, name, lambda *_, **__: norms[name])
     try:
         yield
     finally:
@@ -209,7 +216,7 @@ def accumulate(
     engine: Engine, micro_batches: Sequence[MicroBatch], loss_of: Callable[[MicroBatch], Tensor]
 ) -> Gradients[MicroBatch]:
     """The first half of an optimizer step: forward and backward over all micro-batches, equally
-    many on every rank; `apply` must follow. Collective. `loss_of` is a micro-batch's part of the
+    many on every rank; `apply` must follow. Collective. `loss_of` gives a micro-batch's term of the
     loss, divided by the count of the *whole* step over all ranks. DeepSpeed averages gradients over
     ranks, hence the factor `world_size`."""
     state = random_state()
@@ -220,9 +227,8 @@ def accumulate(
         losses.append(loss.detach())
         engine.backward(loss, scale_wrt_gas=False)
         heartbeat()
-    return Gradients(
-        engine, micro_batches, loss_of, _fault("loss", torch.stack(losses), state), state
-    )
+    fault = _fault("loss", torch.stack(losses), state)
+    return Gradients(engine, micro_batches, loss_of, fault, state)
 
 
 def apply(gradients: Gradients[MicroBatch], refused: bool = False) -> StepResult:
@@ -236,33 +242,38 @@ def apply(gradients: Gradients[MicroBatch], refused: bool = False) -> StepResult
         skip_update(engine)
         return StepResult(math.inf, applied=False, fault=fault)
     if has_plain_optimizer(engine):
-        norm = torch.nn.utils.get_total_norm(
-            [p.grad for p in engine.module.parameters() if p.grad is not None]
-        )
+        gradients_of_step = [p.grad for p in engine.module.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients_of_step)
         if not norm.isfinite():
             skip_update(engine)
             return StepResult(math.inf, applied=False, fault=_find_gradient_fault(gradients))
         engine.step()
         return StepResult(float(norm), applied=True)
-    scaler: Any = engine.optimizer.loss_scaler if engine.fp16_enabled() else None
-    scaled = scaler is not None and scaler.dynamic
-    # a scale that cannot fall any more cures no overflow
-    if scaled and scaler.cur_scale <= scaler.min_scale and has_overflow(engine):
-        skip_update(engine)
-        return StepResult(math.inf, applied=False, fault=_find_gradient_fault(gradients))
+    scale_may_fall = False
+    if engine.fp16_enabled() and engine.optimizer.loss_scaler.dynamic:
+        scale_may_fall = True
+        scaler = engine.optimizer.loss_scaler
+        # a scale that cannot fall any more cures no overflow
+        if scaler.cur_scale <= scaler.min_scale and has_overflow(engine):
+            skip_update(engine)
+            return StepResult(math.inf, applied=False, fault=_find_gradient_fault(gradients))
     engine.step()
     if engine.was_step_applied():
         return StepResult(float(engine.get_global_grad_norm()), applied=True)
     clear_offloaded_gradients(engine)
-    fault = None if scaled else _find_gradient_fault(gradients)
-    return StepResult(math.inf, applied=False, overflow=scaled, fault=fault)
+    if scale_may_fall:
+        return StepResult(math.inf, applied=False, overflow=True)
+    return StepResult(math.inf, applied=False, fault=_find_gradient_fault(gradients))
 
 
-def apply_together(parts: Sequence[Gradients[Any]]) -> list[StepResult]:
-    """Update several fp16 engines, or none if gradients overflow; only engines with such lower
-    their loss scale."""
-    bad = [has_overflow(part.engine) for part in parts]
-    return [apply(part, refused=any(bad) and not own) for part, own in zip(parts, bad, strict=True)]
+def apply_together(engine_gradients: Sequence[Gradients[Any]]) -> list[StepResult]:
+    """Update several fp16 engines, or none if gradients of one overflow; only engines with such
+    gradients lower their loss scale."""
+    overflows = [has_overflow(gradients.engine) for gradients in engine_gradients]
+    results = []
+    for gradients, overflow in zip(engine_gradients, overflows, strict=True):
+        results.append(apply(gradients, refused=any(overflows) and not overflow))
+    return results
 
 
 def _find_gradient_fault(gradients: Gradients[MicroBatch]) -> Fault | None:
@@ -288,8 +299,10 @@ def learning_rates(engine: Engine) -> dict[str, float]:
     or `muon_lr` if both train, at two rates."""
     first = engine.optimizer.param_groups[0]
     last = engine.optimizer.param_groups[-1]
-    name = "muon_lr" if last.get("use_muon") else "lora_lr"
     rates = {"lr": float(engine.get_lr()[0])}
     if first["initial_lr"] != last["initial_lr"]:
+        name = "lora_lr"
+        if last.get("use_muon"):
+            name = "muon_lr"
         rates[name] = float(engine.get_lr()[-1])
     return rates

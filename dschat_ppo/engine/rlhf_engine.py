@@ -128,6 +128,8 @@ class RLHFEngine:
         return model_over_base(actor_lm)
 
     def _build_actor(self, actor_lm: PreTrainedModel) -> Engine:
+        """The training engine of the actor, whose forward passes take the fastest kernels that give
+        its log-probs."""
         config = self._config
         actor = PolicyModel(actor_lm)
         apply_memory_flags(actor, config.memory, config.ppo.actor_gradient_checkpointing)
@@ -141,18 +143,22 @@ class RLHFEngine:
         return engine
 
     def _build_average(self, actor_lm: PreTrainedModel) -> MovingAverage | None:
+        """With `--enable_ema`, the moving average of the actor, from its weights at the start."""
         ppo = self._config.ppo
         if not ppo.enable_ema:
             return None
         return MovingAverage(actor_lm, ppo.ema_decay)
 
     def _build_reference(self, reference_over_actor: PreTrainedModel | None) -> Engine | None:
+        """The engine of the reference: of the modules over the actor's weights if there are some,
+        else of a model of its own from its folder, or from the actor's. None if the run has no
+        reference."""
         config = self._config
         if not config.has_reference:
             return None
         stage: int = config.ppo.actor_zero_stage
         if reference_over_actor is not None:
-            stage = self._actor_stage
+            stage = self._actor_stage  # its weights are divided as the actor's engine divides them
         ds_config = eval_config(
             stage, config.run.dtype, config.ppo.offload_reference_model, world_size()
         )
@@ -180,12 +186,15 @@ class RLHFEngine:
         )
 
     def _build_reference_sync(self) -> ReferenceSync | None:
+        """With `--ref_sync_interval`, what moves the reference towards the actor."""
         flags = self._config.reference
         if self.reference is None or flags.ref_sync_interval == 0:
             return None
         return ReferenceSync(self.actor, self.reference, flags.ref_sync_mixup)
 
     def _build_teachers(self) -> list[Engine]:
+        """The engines of the teachers. Where whole distributions are compared, it is checked that
+        those of all policies can be."""
         config = self._config
         teachers = []
         for folder in self._folders.teachers:
@@ -205,6 +214,8 @@ class RLHFEngine:
         return teachers
 
     def _build_critic(self, base: PreTrainedModel | None) -> Engine | None:
+        """The training engine of the critic: an adapter and a head over `base`, or a model of its
+        own, whose head is zero if it is new. None if the run has no critic."""
         config = self._config
         folder = self._folders.critic
         if not folder:
@@ -236,13 +247,15 @@ class RLHFEngine:
         return engine
 
     def _build_reward(self, base: PreTrainedModel | None) -> Engine | None:
+        """The engine of the reward model: its adapter and head over `base`, or a model of its own.
+        None if rewards come from elsewhere."""
         config = self._config
         folder = self._folders.reward
         if not folder:
             return None
         stage: int = config.ppo.critic_zero_stage
         if config.lora.share_base:
-            stage = self._actor_stage
+            stage = self._actor_stage  # its weights are divided as the actor's engine divides them
         ds_config = eval_config(
             stage, config.run.dtype, config.ppo.offload_reward_model, world_size()
         )
@@ -279,6 +292,8 @@ class RLHFEngine:
         return engine
 
     def _build_hybrid(self) -> HybridEngine:
+        """What switches the actor to generation, with whole weights, with layers that are divided
+        over ranks, or with layers that are gathered one at a time, as the flags ask."""
         config = self._config
         memory = config.ppo_memory
         lora_dim = config.lora.actor_lora_dim

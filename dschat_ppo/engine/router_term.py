@@ -74,7 +74,7 @@ def with_router_term(
     training passes, the load-balancing loss under the name `metric`.
     """
 
-    def recorded(batch: Batch, metrics: MetricSums) -> tuple[Tensor, RouterLoad]:
+    def loss_and_load(batch: Batch, metrics: MetricSums) -> tuple[Tensor, RouterLoad]:
         with recorded_router(rows_of(batch), settings.top_k) as loads:
             loss = loss_of(batch, metrics)
         [load] = loads
@@ -84,19 +84,19 @@ def with_router_term(
     counts = []
     with torch.no_grad():
         for batch in batches:
-            load = recorded(batch, MetricSums(sums.sources))[1]
+            _, load = loss_and_load(batch, MetricSums(sums.sources))
             counts.append(torch.cat([load.chosen, load.count.view(1)]))
             heartbeat()
     set_random_state(state)
-    found = all_reduce(torch.stack(counts).sum(dim=0).double()).float()
+    totals = all_reduce(torch.stack(counts).sum(dim=0).double()).float()
     # (E,) and scalar, of the whole step (see `RouterLoad`)
-    chosen = found[:-1]
-    count = found[-1].clamp_min(1)
+    chosen = totals[:-1]
+    count = totals[-1].clamp_min(1)
 
     def with_term(batch: Batch) -> Tensor:
-        loss, load = recorded(batch, sums)
-        router = load_balancing_loss(load.probability, chosen, count)
-        sums.add_sum(metric, router, load.count / count)
-        return loss + settings.coef * router
+        loss, load = loss_and_load(batch, sums)
+        router_loss = load_balancing_loss(load.probability, chosen, count)
+        sums.add_sum(metric, router_loss, load.count / count)
+        return loss + settings.coef * router_loss
 
     return with_term

@@ -121,7 +121,7 @@ def require_finite_weights(role: str, engine: Engine) -> None:
     bad = []
     for name, weight in engine.module.named_parameters():
         if dist.is_partitioned(weight):
-            shard = dist.own_part(weight)[1]
+            shard = dist.rank_shard(weight)[1]
         else:
             shard = weight.detach()
         # Without a copy: the least and the largest number are NaN if any number is.

@@ -153,8 +153,8 @@ def restore_default_handlers() -> None:
 
 def main() -> None:
     """Read the job and fork: the child runs the program, and this process watches it."""
-    # DeepSpeed's launcher sends SIGTERM to all its descendants when the run is to stop; this process
-    # ends by SIGKILL, at the time limit. `SIG_IGN` would be inherited by other programs.
+    # DeepSpeed's launcher sends SIGTERM to all its descendants when the run is to stop. SIGKILL
+    # ends this process at the time limit. `SIG_IGN` would be inherited by other programs.
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, lambda *_: None)
     job = json.loads(sys.stdin.buffer.readline())

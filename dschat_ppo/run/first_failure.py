@@ -18,7 +18,9 @@ from dschat_ppo.common.owned_folders import owned_name, ownerless_folders, remov
 from dschat_ppo.common.processes import find_process
 from dschat_ppo.rewards import sandbox
 
-FAILURE, STOP = "failure", "stop"  # files in the folder
+# files in the folder
+FAILURE = "failure"
+STOP = "stop"
 _RECORDS = "dschat_ppo"  # the start of the names of the folders
 NO_FOLDER = Path(os.devnull, "none")  # in which nothing can be read or written
 
@@ -44,21 +46,21 @@ class FirstFailureRecord:
 
     def record(self, code: int, hung: bool = False) -> FirstFailure:
         """Record a failure of this rank, unless there is one; returns the first one."""
-        mine = FirstFailure(ranks.rank(), code, hung)
+        of_this_rank = FirstFailure(ranks.rank(), code, hung)
         draft = self.folder / f"draft_{ranks.rank()}_{time.monotonic_ns()}"
         with suppress(OSError):  # another rank was first
-            draft.write_text(json.dumps(asdict(mine)), encoding="ascii")
+            draft.write_text(json.dumps(asdict(of_this_rank)), encoding="ascii")
             # fails if it exists, and is never visible half written
             os.link(draft, self.folder / FAILURE)
-        self._failure = self.read() or mine
+        self._failure = self.read() or of_this_rank
         return self._failure
 
     def read(self) -> FirstFailure | None:
+        """The first failure of the ranks of this machine; None if there is none yet."""
         if self._failure is None:
             with suppress(OSError):
-                self._failure = FirstFailure(
-                    **json.loads((self.folder / FAILURE).read_text(encoding="ascii"))
-                )
+                text = (self.folder / FAILURE).read_text(encoding="ascii")
+                self._failure = FirstFailure(**json.loads(text))
         return self._failure
 
     def lost_ranks(self) -> list[int]:
@@ -97,15 +99,15 @@ class FirstFailureRecord:
 
     def _is_running(self) -> dict[int, bool]:
         """Rank -> whether its process runs, for all ranks that have not left."""
-        found = {}
+        is_running = {}
         for path in self._rank_files():
             # it leaves at this moment; or a power loss took the content
             with suppress(OSError, ValueError):
                 pid, started = map(int, path.read_text(encoding="ascii").split())
                 process = find_process(pid)
                 runs = process is not None and process.started == started and not process.ended
-                found[int(path.name.removeprefix("rank_"))] = runs
-        return found
+                is_running[int(path.name.removeprefix("rank_"))] = runs
+        return is_running
 
     def _rank_files(self) -> list[Path]:
         with suppress(OSError):  # the last rank removes the folder at this moment
@@ -117,8 +119,8 @@ def open_failure_record() -> FirstFailureRecord:
     """Add this rank to the record of its machine and launch. Without other ranks, /proc or a
     temporary folder, each rank reports its own failures."""
     launcher = find_process(os.getppid())
-    own = find_process(os.getpid())
-    if ranks.world_size() == 1 or launcher is None or own is None:
+    this_process = find_process(os.getpid())
+    if ranks.world_size() == 1 or launcher is None or this_process is None:
         return FirstFailureRecord()
     # the same for all ranks of one launch on this machine, and for no other launch
     address = os.environ.get("MASTER_ADDR", "")
@@ -129,7 +131,7 @@ def open_failure_record() -> FirstFailureRecord:
         folder = Path(tempfile.gettempdir(), name)
         folder.mkdir(mode=0o700, exist_ok=True)
         draft = folder / f"draft_{ranks.rank()}"
-        draft.write_text(f"{os.getpid()} {own.started}", encoding="ascii")
+        draft.write_text(f"{os.getpid()} {this_process.started}", encoding="ascii")
         draft.rename(folder / f"rank_{ranks.rank()}")
     except OSError:
         return FirstFailureRecord()
@@ -139,9 +141,9 @@ def open_failure_record() -> FirstFailureRecord:
 def remove_left_folders() -> None:
     """Remove the temporary folders that killed runs and their sandboxes left on this machine."""
     with suppress(OSError):  # no /proc, or no temporary folder
-        left = ownerless_folders(sandbox.FOLDERS)
+        folders = ownerless_folders(sandbox.FOLDERS)
         for folder in ownerless_folders(_RECORDS):
             # ranks may still run for a moment after their launcher
             if not any(FirstFailureRecord(folder)._is_running().values()):
-                left.append(folder)
-        remove_tree(left)
+                folders.append(folder)
+        remove_tree(folders)

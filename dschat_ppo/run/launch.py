@@ -49,7 +49,9 @@ _SLURM = {
     "LOCAL_RANK": "SLURM_LOCALID",
     "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
 }
-_FIRST_PORT, _PORTS = 15_000, 10_000  # below the ports that systems use for outgoing connections
+# below the ports that systems use for outgoing connections
+_FIRST_PORT = 15_000
+_PORTS = 10_000
 _RANK_0_HEAD_START_SECONDS = 20
 _CHECKPOINTING = (
     "gradient checkpointing (--gradient_checkpointing; step 3: --actor_gradient_checkpointing)"
@@ -136,23 +138,25 @@ def _report_user_error(
         heartbeat()
         time.sleep(0.05)
     first = record.record(exit_code(problem))
+    causes = ""
     if problem.__cause__:
         causes = f"\n{''.join(traceback.format_exception(problem)).rstrip()}"
-    else:
-        causes = ""
     write_to_log(f"error: {problem}{causes}")
     if first.rank == ranks.rank() or first.code == DONE:
-        _print_error(
-            f"error: {problem}" if ranks.is_main() else f"error on rank {ranks.rank()}: {problem}"
-        )
+        rank = ""
+        if not ranks.is_main():
+            rank = f" on rank {ranks.rank()}"
+        _print_error(f"error{rank}: {problem}")
     return first.code or exit_code(problem)
 
 
 def _report_failure(record: FirstFailureRecord, problem: BaseException) -> int:
     """Print message and traceback if this rank fails first. The loss of another rank needs no
-    traceback."""
+    traceback. Returns the exit code."""
+    code = exit_code(problem)
     rank_lost = peer_disconnected(problem) or bool(record.lost_ranks())
-    code = RANK_LOST if rank_lost else exit_code(problem)
+    if rank_lost:
+        code = RANK_LOST
     first = record.record(code)
     trace = "".join(traceback.format_exception(problem)).rstrip()
     is_reported = first.rank != ranks.rank() or first.hung
@@ -173,11 +177,14 @@ def _report_failure(record: FirstFailureRecord, problem: BaseException) -> int:
             phase = phases.current_phase()
             message += f"\nout of memory in phase '{phase}'; what helps, the cheapest first: "
             message += _ADVICE.get(phase, f"{_DIVIDED}, smaller batches")
-    write_to_log(message if trace in message else f"{message}\n{trace}")
-    _print_error(
-        message
-        + (f"\n(the logs of all ranks are in {logs.parent})" if (logs := log_path()) else "")
-    )
+    if trace in message:
+        write_to_log(message)
+    else:
+        write_to_log(f"{message}\n{trace}")
+    log = log_path()
+    if log is not None:
+        message += f"\n(the logs of all ranks are in {log.parent})"
+    _print_error(message)
     return code
 
 
@@ -219,9 +226,9 @@ def complete_environment(environment: MutableMapping[str, str]) -> None:
             f" not {', '.join(missing)}: start the run with deepspeed, torchrun or srun, or set"
             " them all"
         )
-    rank, size, local_rank = (
-        _integer_variable(environment, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    )
+    rank = _integer_variable(environment, "RANK")
+    size = _integer_variable(environment, "WORLD_SIZE")
+    local_rank = _integer_variable(environment, "LOCAL_RANK")
     local_size = next(
         (_integer_variable(environment, name) for name in _LOCAL_SIZES if name in environment), None
     )
@@ -252,20 +259,17 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
             "MASTER_ADDR, the name of the first of several machines, is not set: export"
             ' MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) before srun'
         )
+    port = _FIRST_PORT
     job = environment.get("SLURM_JOB_ID", "")
-    return {
-        **{
-            name: environment[of_slurm]
-            for name, of_slurm in _SLURM.items()
-            if of_slurm in environment
-        },
-        "LOCAL_WORLD_SIZE": per_machine[1],
-        "MASTER_ADDR": environment.get("MASTER_ADDR", "127.0.0.1"),
-        # two jobs on one machine use different ports
-        "MASTER_PORT": environment.get(
-            "MASTER_PORT", str(_FIRST_PORT + (int(job) % _PORTS if job.isdigit() else 0))
-        ),
+    if job.isdigit():
+        port += int(job) % _PORTS  # two jobs on one machine use different ports
+    variables = {
+        name: environment[of_slurm] for name, of_slurm in _SLURM.items() if of_slurm in environment
     }
+    variables["LOCAL_WORLD_SIZE"] = per_machine[1]
+    variables["MASTER_ADDR"] = environment.get("MASTER_ADDR", "127.0.0.1")
+    variables["MASTER_PORT"] = environment.get("MASTER_PORT", str(port))
+    return variables
 
 
 def _integer_variable(environment: Mapping[str, str], name: str) -> int:

@@ -61,22 +61,19 @@ def model_card(config: StepConfig, role: str, is_adapter: bool, has_template: bo
     `has_template`: its tokenizer has a chat template."""
     method, is_language_model = _method(config, role)
     _, base = config.models[role]
-    head = {
-        "base_model": _base_model(base),
-        "library_name": "peft" if is_adapter else "transformers",
-        "tags": [_TAG, config.kind, *(["lora"] if is_adapter else [])],
-    }
-    front_matter = "".join(f"{name}: {json.dumps(value)}\n" for name, value in head.items())
+    library, _, _ = _LOADED[is_language_model, is_adapter]
+    tags = [_TAG, config.kind]
+    if is_adapter:
+        tags.append("lora")
+    metadata = {"base_model": _base_model(base), "library_name": library, "tags": tags}
+    front_matter = "".join(f"{key}: {json.dumps(value)}\n" for key, value in metadata.items())
     data = ", ".join(f"`{_name(path)}`" for path in config.data.data_path)
-    known = defaults_of(type(config))
-    changed = {
-        name: value
-        for name, value in sorted(flatten(config).items())
-        if name not in LEFT_OUT and value != known.get(name)
-    }
-    flags = "\n".join(
-        f"| `--{name}` | `{json.dumps(_shown(value))}` |" for name, value in changed.items()
-    )
+    defaults = defaults_of(type(config))
+    rows = []
+    for name, value in sorted(flatten(config).items()):
+        if name not in LEFT_OUT and value != defaults.get(name):
+            rows.append(f"| `--{name}` | `{json.dumps(_without_folders(value))}` |")
+    flags = "\n".join(rows)
     usage = _usage(is_language_model, is_adapter, has_template)
     return (
         f"---\n{front_matter}---\n\n# {_name(base)}, trained further\n\nThe {role} of a run of"
@@ -107,7 +104,7 @@ def _usage(is_language_model: bool, is_adapter: bool, has_template: bool) -> str
     else:
         imports.insert(0, f"from {library} import {kind}")
     question = '{"role": "user", "content": "Where is the lamp?"}'
-    answer = '{"role": "assistant", "content": "In the hall."}'
+    response = '{"role": "assistant", "content": "In the hall."}'
     if has_template and is_language_model:
         text = f"messages = [{question}]\n"
         text += (
@@ -115,20 +112,22 @@ def _usage(is_language_model: bool, is_adapter: bool, has_template: bool) -> str
             "messages, tokenize=False, add_generation_prompt=True)\n"
         )
     elif has_template:
-        text = f"messages = [\n    {question},\n    {answer},\n]\n"
+        text = f"messages = [\n    {question},\n    {response},\n]\n"
         text += "text = tokenizer.apply_chat_template(messages, tokenize=False)\n"
     elif is_language_model:
         text = 'text = "Where is the lamp?"\n'
     else:
         text = 'text = "Where is the lamp? In the hall." + tokenizer.eos_token\n'
-    last = _GENERATES if is_language_model else _SCORES
+    use = _SCORES
+    if is_language_model:
+        use = _GENERATES
     code = [
         *imports,
         "",
         'folder = "."  # this folder, or its name on the hub',
         f"model = {kind}.from_pretrained(folder{settings})",
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
-        text + last.format(special=not has_template),
+        text + use.format(special=not has_template),
     ]
     return "## How to use it\n\n```python\n" + "\n".join(code) + "```\n"
 
@@ -140,23 +139,25 @@ def _base_model(base: str) -> str:
         return base
     try:
         text = (Path(base) / "README.md").read_text(encoding="utf-8")
-        head = yaml.safe_load(text.split("---")[1])
-        if _TAG in head["tags"]:
-            return str(head["base_model"])
+        metadata = yaml.safe_load(text.split("---")[1])
+        if _TAG in metadata["tags"]:
+            return str(metadata["base_model"])
     except (OSError, UnicodeError, IndexError, KeyError, TypeError, yaml.YAMLError):
         pass  # it has no card, or that of somebody else
     return _name(base)
 
 
 def _name(path: str) -> str:
+    """The last part of a path; another text, such as the name of a model on the hub, as it is."""
     if os.path.isabs(path) or os.path.exists(path):
         return Path(path).name
     return path
 
 
-def _shown(value: Any) -> Any:
+def _without_folders(value: Any) -> Any:
+    """The value of a flag; of each path in it the last part alone."""
     if isinstance(value, list):
-        return [_shown(each) for each in value]
+        return [_without_folders(each) for each in value]
     if isinstance(value, str):
         return _name(value)
     return value

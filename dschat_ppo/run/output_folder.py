@@ -57,7 +57,8 @@ from dschat_ppo.monitor.step_trace import FOLDER as TRACES
 from dschat_ppo.monitor.trackers import RUN_IDS
 from dschat_ppo.monitor.writers import is_finished, write_config
 
-BEST, HF = "best", "hf"
+BEST = "best"
+HF = "hf"
 # In the folder of steps 1 and 2, what is not of the model. The tokenizer may have
 # `additional_chat_templates/`.
 _NOT_OF_THE_MODEL = (
@@ -76,20 +77,20 @@ _NOT_OF_THE_MODEL = (
 def refuse_model_folders(folder: Path, models: list[str]) -> None:
     """Refuse an output folder to which the run would write over a model that it reads, or over an
     adapter's base."""
-    local = [os.path.expanduser(model) for model in models]
-    adapters = [model for model in local if is_adapter_folder(model)]
-    bases = [
-        read_adapter_config(folder, "model").get("base_model_name_or_path") for folder in adapters
-    ]
-    written = [(folder / part).resolve() for part in (".", "actor", "actor_ema", "critic")]
-    replaced = [(folder / part).resolve() for part in (BEST, HF)]  # with everything in them
-    read = [Path(model).resolve() for model in [*local, *filter(None, bases)]]
-    if any(
-        model in written or any(model.is_relative_to(place) for place in replaced) for model in read
-    ):
-        raise UserError(
-            f"--output_dir {folder} would be written over a model that is read; name another folder"
-        )
+    read = [os.path.expanduser(model) for model in models]
+    for adapter in filter(is_adapter_folder, tuple(read)):
+        base = read_adapter_config(adapter, "model").get("base_model_name_or_path")
+        if base:
+            read.append(base)
+    written = [(folder / name).resolve() for name in (".", "actor", "actor_ema", "critic")]
+    replaced = [(folder / name).resolve() for name in (BEST, HF)]  # with everything in them
+    for model in read:
+        path = Path(model).resolve()
+        if path in written or any(path.is_relative_to(parent) for parent in replaced):
+            raise UserError(
+                f"--output_dir {folder} would be written over a model that is read; name another"
+                " folder"
+            )
 
 
 # output folder -> file descriptor of `.lock` in it, which a lock of `lockf` is on
@@ -109,29 +110,30 @@ def lock_folder(folder: Path) -> None:
         return
     with writing(folder):
         make_folder(folder)
-        number = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        fcntl.lockf(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):  # POSIX allows both
-        holder = os.read(number, 1000).decode(errors="replace").strip()
-        os.close(number)
+        holder = os.read(descriptor, 1000).decode(errors="replace").strip()
+        os.close(descriptor)
+        if holder:
+            holder = f" ({holder})"
         raise UserError(
-            f"--output_dir {folder} is being written by another"
-            f" run{f' ({holder})' if holder else ''}; wait for it, stop it, or name another folder"
+            f"--output_dir {folder} is being written by another run{holder}; wait for it, stop it,"
+            " or name another folder"
         ) from None
     except OSError:
-        os.close(number)
+        os.close(descriptor)
         logger().warning(
             f"--output_dir {folder}: its file system has no locks, so a second run is not kept out"
         )
         return
-    _LOCKS[folder.resolve()] = number
+    _LOCKS[folder.resolve()] = descriptor
     since = datetime.now().astimezone().isoformat(timespec="seconds")
+    holder = f"pid {os.getpid()} on host {socket.gethostname()}; since {since}"
     with suppress(OSError):  # a full disk; the text is for a second run's message alone
-        os.ftruncate(number, 0)
-        os.write(
-            number, f"pid {os.getpid()} on host {socket.gethostname()}; since {since}".encode()
-        )
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, holder.encode())
 
 
 def check_shared_folder(folder: Path) -> None:
@@ -142,12 +144,15 @@ def check_shared_folder(folder: Path) -> None:
     # new: no machine remembers its absence
     path = folder / dist.broadcast_object(f".shared_{uuid.uuid4().hex}")
     dist.on_main(writing(folder)(path.touch))
-    hosts = dist.gather_objects(None if path.exists() else os.uname().nodename)
+    unaware_host = None
+    if not path.exists():
+        unaware_host = os.uname().nodename
+    unaware_hosts = sorted(set(filter(None, dist.gather_objects(unaware_host))))
     if dist.is_main():
         path.unlink()
-    if unaware := sorted(set(filter(None, hosts))):
+    if unaware_hosts:
         raise UserError(
-            f"--output_dir {folder}: machine {unaware[0]} does not see what the first machine"
+            f"--output_dir {folder}: machine {unaware_hosts[0]} does not see what the first machine"
             " writes there: name a folder that all machines share"
         )
 
@@ -195,15 +200,15 @@ def check_earlier_outputs(folder: Path, config: StepConfig) -> None:
             raise UserError(f"{refusal} and no checkpoint to resume from; {ways_out}")
         if store.newest_intact()[1]:  # its checkpoints were removed by hand, or set aside
             return
-        kept = keep_old_metrics(folder / METRICS)
+        old_metrics = keep_old_metrics(folder / METRICS)
         logger().warning(
             f"--output_dir {folder}: an earlier run ended before its first checkpoint; starting"
-            f" over (its metrics are kept as {kept.name})"
+            f" over (its metrics are kept as {old_metrics.name})"
         )
         return
     changes = differences(saved, flatten(config), defaults_of(type(config)))
     if not changes:
-        raise StopRequested(_done(folder, config, saved))
+        raise StopRequested(_message_of_a_done_run(folder, config, saved))
     if not checkpoints:
         raise UserError(
             f"{refusal} of a finished run with other settings, and no checkpoint to continue from "
@@ -222,12 +227,11 @@ def earlier_dtype(config: StepConfig) -> tuple[str, str] | None:
         checkpoints = [Path(resume)]
     elif is_finished(folder):
         if config.run.overwrite_output_dir:
-            saved = {}
-        else:
-            saved = read_config(folder) or {}
-        if "dtype" in saved:
-            return (saved["dtype"], f"as the run in {folder}")
-        return None
+            return None
+        saved = read_config(folder)
+        if saved is None or "dtype" not in saved:
+            return None
+        return saved["dtype"], f"as the run in {folder}"
     else:
         store = CheckpointFolder(folder)
         checkpoints = [store.root / name for name in reversed(store.names())]
@@ -243,28 +247,30 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     try:
         saved = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):  # ValueError: not UTF-8, or an invalid date
-        saved = None
-    return saved if isinstance(saved, dict) else None
+        return None
+    if isinstance(saved, dict):
+        return saved
+    return None
 
 
-def _done(folder: Path, config: StepConfig, saved: dict[str, Any]) -> str:
+def _message_of_a_done_run(folder: Path, config: StepConfig, saved: dict[str, Any]) -> str:
     """Why nothing is left to do in the folder of a finished run of these settings. Removes what a
     crash left of the removal of its checkpoints."""
-    more = "to train longer, start another run from its model; --overwrite_output_dir starts over"
+    advice = "to train longer, start another run from its model; --overwrite_output_dir starts over"
     is_kept = config.safety.keep_final_checkpoint or saved.get("keep_final_checkpoint") is not False
     if CheckpointFolder(folder).names() and is_kept:
-        more = (
+        advice = (
             "to train longer, raise --num_train_epochs or --max_steps, and add --resume_force if"
             " the learning rate depends on the length; --overwrite_output_dir starts over"
         )
     elif CheckpointFolder(folder).names() and not remove_checkpoints(folder):
-        more = (
+        advice = (
             "but a saved model cannot be read: add --resume_force to save it again from the last"
             " checkpoint"
         )
     if config.run.push_to_hub is not None:
-        more += f"; to upload its model: {upload_command(config, config.run.push_to_hub)}"
-    return f"{folder / RESULT} is there: this run is done ({more})"
+        advice += f"; to upload its model: {upload_command(config, config.run.push_to_hub)}"
+    return f"{folder / RESULT} is there: this run is done ({advice})"
 
 
 def prepare_output_folder(folder: Path, config: StepConfig, resumed: Path | None = None) -> None:
@@ -275,9 +281,8 @@ def prepare_output_folder(folder: Path, config: StepConfig, resumed: Path | None
     folder.mkdir(parents=True, exist_ok=True)
     if resumed is not None:
         restore_metrics(folder, resumed)
-    elif (
-        config.run.overwrite_output_dir or (folder / CONFIG).exists()
-    ):  # else another program made the content
+    elif config.run.overwrite_output_dir or (folder / CONFIG).exists():
+        # without both, another program made what the folder holds
         remove_earlier_outputs(folder, config.run)
     # last: it marks the outputs above as those of a finished run
     (folder / RESULT).unlink(missing_ok=True)
@@ -289,42 +294,54 @@ def restore_metrics(output: Path, checkpoint: Path) -> None:
     with other lines is kept under another name. `MetricsWriter` cuts off what follows them, since
     these steps are repeated."""
     path = output / METRICS
-    saved, content = (
-        place.read_bytes() if place.exists() else b"" for place in (checkpoint / METRICS, path)
-    )
+    saved = _bytes_of(checkpoint / METRICS)
+    content = _bytes_of(path)
     if content.startswith(saved):
         return
-    kept = keep_old_metrics(path) if content else None
+    old_file = ""
+    if content:
+        old_file = f", and the old file is kept as {keep_old_metrics(path).name}"
     write_file(path, saved)
     logger().warning(
-        f"{path} is not as the run wrote it: it is restored from checkpoint {checkpoint.name}"
-        + (f", and the old file is kept as {kept.name}" if kept else "")
+        f"{path} is not as the run wrote it: it is restored from checkpoint"
+        f" {checkpoint.name}{old_file}"
     )
+
+
+def _bytes_of(file: Path) -> bytes:
+    """The content of a file; empty if there is none."""
+    if file.exists():
+        return file.read_bytes()
+    return b""
 
 
 def keep_old_metrics(path: Path) -> Path:
     """Rename `metrics.jsonl` to the first free `metrics.N.jsonl` in its folder; return that
     path."""
-    number = next(n for n in count(1) if not (path.parent / f"metrics.{n}.jsonl").exists())
-    kept = path.rename(path.parent / f"metrics.{number}.jsonl")
+    names = (path.with_name(f"metrics.{index}.jsonl") for index in count(1))
+    free_name = next(name for name in names if not name.exists())
+    path.rename(free_name)
     sync_entries(path.parent)
-    return kept
+    return free_name
 
 
 def remove_earlier_outputs(folder: Path, run: RunFlags) -> None:
     """Remove the outputs of an earlier run that this run would not write over."""
-    if saved := CheckpointFolder(folder).names():
+    checkpoints = ", ".join(CheckpointFolder(folder).names())
+    if checkpoints:
         logger().warning(
-            f"--output_dir {folder}: checkpoints of an earlier run are removed ({', '.join(saved)})"
+            f"--output_dir {folder}: checkpoints of an earlier run are removed ({checkpoints})"
         )
-    for answers in (folder / "eval").glob("step_*.jsonl"):
-        answers.unlink()
+    for responses in (folder / "eval").glob("step_*.jsonl"):
+        responses.unlink()
     for file in (STARTS, REPORT, HEALTH, SAMPLES, RUN_IDS):
         (folder / file).unlink(missing_ok=True)
-    parts = [BEST, f"{BEST}{OLD}", f"{BEST}{PARTIAL}", HF, "checkpoints", "nonfinite", TRACES]
-    for part in [*parts, "actor_ema", "critic"] if run.overwrite_output_dir else parts:
-        if (folder / part).is_dir():
-            remove_folder(folder / part)
+    names = [BEST, f"{BEST}{OLD}", f"{BEST}{PARTIAL}", HF, "checkpoints", "nonfinite", TRACES]
+    if run.overwrite_output_dir:
+        names += ["actor_ema", "critic"]
+    for name in names:
+        if (folder / name).is_dir():
+            remove_folder(folder / name)
     board = run.tensorboard_folder
     # a TensorBoard folder elsewhere may hold other runs
     if board.resolve().is_relative_to(folder.resolve()):
@@ -409,12 +426,13 @@ def best_is_lost(folder: Path, step: int) -> bool:
 def clear_partials(output: Path) -> None:
     """Remove what a crash left incomplete in `best/` and `hf/`; a folder that was being replaced
     gets its name back. Once at the start, on rank 0, with the lock held."""
-    for left in [*output.glob(f"{BEST}.*"), *(output / HF).glob("step_*.*")]:
-        if left.suffix == OLD and not left.with_suffix("").exists():
-            left.rename(left.with_suffix(""))
-            sync_entries(left.parent)
-        elif left.suffix in (OLD, PARTIAL):
-            remove_folder(left)
+    for folder in [*output.glob(f"{BEST}.*"), *(output / HF).glob("step_*.*")]:
+        complete = folder.with_suffix("")
+        if folder.suffix == OLD and not complete.exists():
+            folder.rename(complete)
+            sync_entries(folder.parent)
+        elif folder.suffix in (OLD, PARTIAL):
+            remove_folder(folder)
 
 
 def make_repository(name: str) -> None:
@@ -433,13 +451,13 @@ def make_repository(name: str) -> None:
 def push_to_hub(config: StepConfig, name: str) -> None:
     """Upload the trained model, after everything else is written. Collective: rank 0 uploads, and
     all raise the `StorageError`."""
-    folder, others = _folder_to_upload(config)
+    folder, ignored = _folder_to_upload(config)
 
     def upload() -> None:
         logger().info(f"--push_to_hub: uploading {shown_path(folder)}")
         with attempt() as tried:  # huggingface_hub, its HTTP library or hf_xet
             address = HfApi(token=True).upload_folder(
-                repo_id=name, folder_path=folder, ignore_patterns=list(others)
+                repo_id=name, folder_path=folder, ignore_patterns=list(ignored)
             )
         if tried.problem is not None:
             raise StorageError(
@@ -455,9 +473,11 @@ def push_to_hub(config: StepConfig, name: str) -> None:
 
 def upload_command(config: StepConfig, name: str) -> str:
     """What uploads the trained model again, for a shell."""
-    folder, others = _folder_to_upload(config)
-    excluded = [word for pattern in others for word in ("--exclude", pattern)]
-    return shlex.join(["hf", "upload", "--private", name, shown_path(folder), *excluded])
+    folder, ignored = _folder_to_upload(config)
+    words = ["hf", "upload", "--private", name, shown_path(folder)]
+    for pattern in ignored:
+        words += ["--exclude", pattern]
+    return shlex.join(words)
 
 
 def _folder_to_upload(config: StepConfig) -> tuple[Path, tuple[str, ...]]:

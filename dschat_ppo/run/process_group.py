@@ -44,6 +44,28 @@ def let_segments_grow() -> None:
         os.environ.update(dict.fromkeys(names, ALLOCATOR))
 
 
+def take_device() -> None:
+    """Make one GPU the device of this rank, the one of its number on its machine; on a CPU check
+    that no GPU is left unused."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        require_usable_gpu()
+        return
+    let_segments_grow()
+    if dist.local_rank() >= accelerator.device_count():
+        raise UserError(
+            f"rank {dist.rank()} is number {dist.local_rank()} on its machine, from 0 on, and"
+            f" sees {accelerator.device_count()} GPUs: start as many ranks as GPUs, and let"
+            " each see all of them (srun --gpus-per-node N, without --gpus-per-task)"
+        )
+    accelerator.set_device(dist.local_rank())
+    # cuDNN's attention builds a plan for every new shape, up to a second, and here most shapes are
+    # new
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def init_process_group(folder: str = "") -> torch.device:
     """Join the process group that the launcher's environment describes (plain `python`: a group of
     one rank on a free port), and return this rank's device. Collective. The output `folder` helps
@@ -54,39 +76,22 @@ def init_process_group(folder: str = "") -> torch.device:
     from deepspeed.utils import groups
 
     if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        os.environ.update(
-            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-        )
-    accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu":
-        require_usable_gpu()
-    else:
-        let_segments_grow()
-        if dist.local_rank() >= accelerator.device_count():
-            raise UserError(
-                f"rank {dist.rank()} is number {dist.local_rank()} on its machine, from 0 on, and"
-                f" sees {accelerator.device_count()} GPUs: start as many ranks as GPUs, and let"
-                " each see all of them (srun --gpus-per-node N, without --gpus-per-task)"
-            )
-        accelerator.set_device(dist.local_rank())
-        # cuDNN's attention builds a plan for every new shape, up to a second, and here most shapes
-        # are new
-        torch.backends.cuda.enable_cudnn_sdp(False)
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        os.environ["MASTER_PORT"] = str(ranks.free_port())
+    take_device()
     # Else DeepSpeed would compile its all-reduce in shared memory, for the layers of its tensor
     # parallelism.
     deepspeed.ops.__compatible_ops__ = {}
     try:
         with subprocesses_may_stop("joined the ranks"), quiet_prints():
-            backend = accelerator.communication_backend_name()
-            rank = dist.rank()
-            size = dist.world_size()
+            backend = get_accelerator().communication_backend_name()
             if not torch_dist.is_initialized():  # by a run before it in this process
-                store = _store_of_this_launch(folder)
                 torch_dist.init_process_group(
-                    backend, store=store, rank=rank, world_size=size, timeout=dist.TIMEOUT
+                    backend,
+                    store=_store_of_this_launch(folder),
+                    rank=dist.rank(),
+                    world_size=dist.world_size(),
+                    timeout=dist.TIMEOUT,
                 )
             deepspeed.init_distributed(dist_backend=backend, timeout=dist.TIMEOUT)
         # ZeRO's group of all ranks, and later groups of DeepSpeed, get this project's timeout: NCCL
@@ -109,18 +114,21 @@ def _store_of_this_launch(folder: str) -> Store:
     changes nothing in it."""
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
-    jobs = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-    launch = [os.environ["WORLD_SIZE"], folder, *(os.environ.get(name, "") for name in jobs)]
-    if dist.machines() == 1 and (launcher := ancestor("deepspeed.launcher.launch")) is not None:
-        launch.append(str(launcher))
+    launch = [os.environ["WORLD_SIZE"], folder]
+    for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
+        launch.append(os.environ.get(name, ""))
+    if dist.machines() == 1:
+        launcher = ancestor("deepspeed.launcher.launch")
+        if launcher is not None:
+            launch.append(str(launcher))
     if dist.rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         store = open_store(address, port)
     else:
         store = connect(address, port)
     store.set_timeout(dist.TIMEOUT)
-    own = PrefixStore("/".join(launch), store)
-    wait_for_all_ranks(own)
-    return own
+    launch_store = PrefixStore("/".join(launch), store)
+    wait_for_all_ranks(launch_store)
+    return launch_store
 
 
 def open_store(address: str, port: int) -> TCPStore:
@@ -128,7 +136,9 @@ def open_store(address: str, port: int) -> TCPStore:
     counted."""
     limit = timedelta(seconds=_TRY_SECONDS)
     try:
-        return TCPStore(address, port, None, True, limit, wait_for_workers=False, multi_tenant=True)
+        return TCPStore(
+            address, port, is_master=True, timeout=limit, wait_for_workers=False, multi_tenant=True
+        )
     except DistNetworkError as problem:
         text = (
             f"rank 0 cannot listen at {address}, port {port}: give --master_addr an address of its"
@@ -146,22 +156,20 @@ def connect(address: str, port: int) -> TCPStore:
     """The store that rank 0 has opened, for which this waits up to `JOIN_SECONDS`, with probes by a
     plain connection: torch, which tries to connect again and again, would print stack traces of
     C++."""
-    place = f"rank 0 at {address}, port {port}"
+    main_rank = f"rank 0 at {address}, port {port}"
+    limit = timedelta(seconds=_TRY_SECONDS)
     cause = None
-    for _ in _tries(lambda: place):
+    for _ in _tries(lambda: main_rank):
         try:
             socket.create_connection((address, port), _PROBE_SECONDS).close()
-            return TCPStore(
-                address, port, None, False, timedelta(seconds=_TRY_SECONDS), wait_for_workers=False
-            )
+            return TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
         except (OSError, DistNetworkError) as problem:
             cause = problem
+    reason = ""
     if isinstance(cause, OSError):
         reason = f" ({cause.strerror or cause})"
-    else:
-        reason = ""
     raise UserError(
-        f"rank {ranks.rank()} on {socket.gethostname()} cannot reach {place}{reason}: start the"
+        f"rank {ranks.rank()} on {socket.gethostname()} cannot reach {main_rank}{reason}: start the"
         " other machines, check that --master_addr is the address of the first one, and that no"
         " firewall closes the port"
     ) from cause
@@ -173,8 +181,9 @@ def wait_for_all_ranks(store: Store) -> None:
     store.set(names[ranks.rank()], "here")
 
     def missing() -> str:
-        left = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
-        return f"rank{'s' * (len(left) > 1)} {', '.join(left)} of {len(names)}"
+        missing_ranks = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
+        noun = "ranks" if len(missing_ranks) > 1 else "rank"
+        return f"{noun} {', '.join(missing_ranks)} of {len(names)}"
 
     for _ in _tries(missing):  # another launch may hold the port, and these ranks wait alone
         if store.check(names):
@@ -187,8 +196,12 @@ def wait_for_all_ranks(store: Store) -> None:
 def _tries(waits_for: Callable[[], str]) -> Iterator[None]:
     """Once every `_POLL_SECONDS`, for `JOIN_SECONDS`. A line says now and then what the ranks of
     this machine wait for; a stop request ends it."""
-    began = logged = time.monotonic()
-    while (now := time.monotonic()) - began <= JOIN_SECONDS:
+    began = time.monotonic()
+    logged = began
+    while True:
+        now = time.monotonic()
+        if now - began > JOIN_SECONDS:
+            return
         raise_if_stop_requested("waited for the other ranks")
         if now - logged >= _LOG_SECONDS and ranks.local_rank() == 0:
             logged = now

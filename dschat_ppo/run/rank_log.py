@@ -116,7 +116,10 @@ def close_log() -> None:
 
 
 def log_path() -> Path | None:
-    return _OPEN[-1].path if _OPEN else None
+    """This rank's log file, if it is open."""
+    if not _OPEN:
+        return None
+    return _OPEN[-1].path
 
 
 def write_to_log(text: str, stacks: bool = False) -> None:

@@ -47,19 +47,28 @@ def check_same_tokens(
     limits: str,
 ) -> None:
     """Check a reference or teacher, which reads the ids of the model that trains."""
-    own = read_tokenizer(folder, flag)
-    if own.get_vocab() != tokenizer.get_vocab():
+    folder_tokenizer = read_tokenizer(folder, flag)
+    if folder_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise UserError(
             f"{flag} {folder}: its tokenizer differs from that of the model that trains, so it"
             " would read other text; use a model with the same tokenizer"
         )
-    if flag == TEACHER and answer_ends(own) != answer_ends(tokenizer):
-        theirs, ours = (
-            tokenizer.convert_ids_to_tokens(list(answer_ends(each))) for each in (own, tokenizer)
-        )
-        logger().warning(
-            f"{flag} {folder}: ends its answers with {theirs}, but the model that trains with"
-            f" {ours}, so it learns to go on where it should end; use models with the same chat"
-            " template and EOS"
-        )
+    if flag == TEACHER:
+        _warn_of_other_ends(f"{flag} {folder}", folder_tokenizer, tokenizer)
     check_language_model(config, flag, folder, tokenizer, longest, limits)
+
+
+def _warn_of_other_ends(
+    name: str, teacher: PreTrainedTokenizerBase, student: PreTrainedTokenizerBase
+) -> None:
+    """Warn if the responses of a teacher, `name`, end with other tokens than those of the model
+    that trains."""
+    teacher_ends = answer_ends(teacher)
+    student_ends = answer_ends(student)
+    if teacher_ends != student_ends:
+        theirs = student.convert_ids_to_tokens(list(teacher_ends))
+        ours = student.convert_ids_to_tokens(list(student_ends))
+        logger().warning(
+            f"{name}: ends its answers with {theirs}, but the model that trains with {ours}, so it"
+            " learns to go on where it should end; use models with the same chat template and EOS"
+        )

@@ -28,6 +28,7 @@ from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags, check_sequence_pa
 from dschat_ppo.config.step_config import StepConfig, flatten
 from dschat_ppo.cpu_kernels.operations import kernels
 from dschat_ppo.errors import StopRequested, UserError, counted, nearest_path
+from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.monitor.step_trace import StepTrace
 from dschat_ppo.monitor.trackers import Tracking, check_trackers
 from dschat_ppo.monitor.writers import MetricsWriter, record_start
@@ -87,11 +88,13 @@ def begin_run(
     folder = folder_of(config)
     check()
     if not run.dry_run:
-        begin = prepare_output_folder if config.validate_only else check_earlier_outputs
-        dist.on_main(writing(folder)(lambda: begin(folder, config)))
-        if not config.validate_only:
+        if config.validate_only:
+            dist.on_main(writing(folder)(lambda: prepare_output_folder(folder, config)))
+        else:
+            dist.on_main(writing(folder)(lambda: check_earlier_outputs(folder, config)))
             dist.on_main(lambda: check_trackers(run.trackers))
-            if (repository := run.push_to_hub) is not None:
+            repository = run.push_to_hub
+            if repository is not None:
                 dist.on_main(lambda: make_repository(repository))
         seed_everything(run.seed)
         _check_dtype(run.dtype)
@@ -113,13 +116,17 @@ def end_dry_run(run: RunFlags, resume: str, steps: int | None) -> None:
 
 
 def _check_dtype(dtype: str) -> None:
+    """Check that this device computes in the number format, and warn if it does so slowly. On a CPU
+    compile the kernels of the format."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    # None on some CPUs
-    has_bf16 = accelerator.is_bf16_supported()
-    has_fp16 = accelerator.is_fp16_supported()
-    usable = ["bf16"] * bool(has_bf16) + ["fp16"] * bool(has_fp16) + ["fp32"]
+    usable = []
+    if accelerator.is_bf16_supported():
+        usable.append("bf16")
+    if accelerator.is_fp16_supported():
+        usable.append("fp16")
+    usable.append("fp32")
     if dtype not in usable:
         raise UserError(
             f"--dtype {dtype}: this {accelerator.device_name()} does not support it; use one of"
@@ -127,11 +134,10 @@ def _check_dtype(dtype: str) -> None:
         )
     # compiled here, so that no rank waits for another in a forward pass
     if not dist.on_gpu() and dtype != "fp16":
-        kernels(torch.bfloat16 if dtype == "bf16" else torch.float32)
+        kernels(DTYPES[dtype])
     if dtype == "bf16" and not dist.on_gpu():
-        if not (
-            torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        ):
+        mkldnn = torch.backends.mkldnn
+        if not (mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
             logger().warning(
                 "--dtype bf16: this processor has no bf16 arithmetic (AVX-512 or AMX), and torch"
                 " emulates it slowly; --dtype fp32 is several times as fast"
@@ -160,14 +166,14 @@ def open_session(
                 f"{checkpoint} is beyond the end of this run, which has {steps} steps: raise"
                 " --num_train_epochs or --max_steps, or name an earlier checkpoint by --resume"
             )
-        if (profiled := config.run.profile) is not None and profiled <= saved.step:
+        profiled = config.run.profile
+        if profiled is not None and profiled <= saved.step:
             logger().info(
                 f"note: --profile {profiled} has no effect: {checkpoint} is beyond that step"
             )
+    resumed = None
     if checkpoint is not None and is_inside(checkpoint, output):
         resumed = checkpoint
-    else:
-        resumed = None
     dist.on_main(writing(output)(lambda: prepare_output_folder(output, config, resumed)))
     return Session(output, identity, config, checkpoint)
 
@@ -191,25 +197,25 @@ class Session:
         """Restore the trainer if the run resumes; inside the block it trains, with metrics and
         checkpoints. Collective. The end of the block saves the last checkpoint."""
         _raise_if_any_rank_is_to_stop()
-        resumed = saved = None
+        first_step = 1
+        resumed = None
+        saved = None
         if self.checkpoint is not None:
             manifest = restore(self.checkpoint, trainer, self.config.run.seed)
             logger().info(
                 f"resuming from {shown_path(self.checkpoint)}: {manifest.step} steps are done"
             )
-            resumed = (
-                manifest.metrics_offset if is_inside(self.checkpoint, self.output) else 0,
-                manifest.step + 1,
-            )
-            place = CheckpointFolder(self.output).root / checkpoint_name(
-                manifest.step, manifest.update
-            )
-            if self.checkpoint.resolve() == place.resolve():
+            metrics_offset = 0
+            if is_inside(self.checkpoint, self.output):
+                metrics_offset = manifest.metrics_offset
+            first_step = manifest.step + 1
+            resumed = (metrics_offset, first_step)
+            name = checkpoint_name(manifest.step, manifest.update)
+            this_runs = CheckpointFolder(self.output).root / name
+            if self.checkpoint.resolve() == this_runs.resolve():
                 saved = (manifest.step, manifest.update)
-            else:
-                saved = None
         if dist.is_main():
-            record_start(self.output, resumed[1] if resumed else 1, dist.world_size())
+            record_start(self.output, first_step, dist.world_size())
         run = self.config.run
         safety = self.config.safety
         tracking = None
@@ -218,10 +224,9 @@ class Session:
             tracking = Tracking(
                 run.trackers, self.output, run.tensorboard_folder, run.project, run.run_name, flags
             )
+        command = "the command again with --resume auto"
         if safety.resume == AUTO:
             command = "the same command again"
-        else:
-            command = "the command again with --resume auto"
         with MetricsWriter(self.output, tracking, resumed) as metrics:
             checkpoints = CheckpointManager(
                 self.output,
@@ -250,9 +255,10 @@ def naming(flag: str) -> Iterator[None]:
     try:
         yield
     except UserError as problem:
+        hint = ""
         if "score.weight" in str(problem):
             hint = " (are actor and critic swapped?)"
-        else:
-            hint = ""
-        prefix = "" if str(problem).startswith("--") else f"{flag} "
+        prefix = f"{flag} "
+        if str(problem).startswith("--"):
+            prefix = ""
         raise UserError(f"{prefix}{problem}{hint}") from problem.__cause__

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,28 @@ from dschat_ppo.common.paths import MODELS, shown_path
 from dschat_ppo.common.progress import duration
 from dschat_ppo.data.encode import decoded
 from dschat_ppo.data.examples import ADDED
+from dschat_ppo.errors import counted
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
 from dschat_ppo.types import Engine
 
 # "1" in the scripts that run several steps: they print what comes after all of them
 NO_NEXT = "DSCHAT_PPO_NO_NEXT"
 # of a sample, and of each of its other columns, in the log
-MOST_CHARACTERS, _COLUMN_CHARACTERS = 2000, 200
+MOST_CHARACTERS = 2000
+_COLUMN_CHARACTERS = 200
 CHECKPOINT_BYTES = 12  # of a parameter that trains: its fp32 weight and the two moments of Adam
 
 
 def model_size(module: torch.nn.Module) -> tuple[int, int]:
     """(parameters of a model, those that train), those of all ranks together."""
-    counts = [(_elements_of(weight), weight.requires_grad) for weight in module.parameters()]
-    return sum(count for count, _ in counts), sum(count for count, trains in counts if trains)
+    total = 0
+    trainable = 0
+    for weight in module.parameters():
+        count = _elements_of(weight)
+        total += count
+        if weight.requires_grad:
+            trainable += count
+    return total, trainable
 
 
 def _elements_of(weight: torch.nn.Parameter) -> int:
@@ -67,34 +75,29 @@ def show_models(
     all but the last to `models.json`. Warn if no checkpoint fits on its disk. Collective. `roles`:
     role -> its engine (None: the run has no such model), and the folder that it comes from;
     `trains` False: the run only evaluates."""
-    rows, trained = [], 0
+    rows = []
+    all_trainable = 0
     for role, (engine, folder) in roles.items():
-        if engine is not None:
-            total, own = model_size(engine.module)
-            own *= trains
-            share = f"{100 * own / total:.3g} % trained" if own else "frozen"
-            kind = engine.module.config.model_type
-            rows.append(
-                (
-                    role,
-                    (
-                        f"{kind}, {short_count(total)} parameters, {share}, from"
-                        f" {shown_path(folder or '')}"
-                    ),
-                )
-            )
-            trained += own
-    ranks = dist.world_size()
-    rows.append(
-        ("devices", f"{ranks} {dist.device().type} rank{'s' if ranks > 1 else ''}, {dtype}")
-    )
+        if engine is None:
+            continue
+        total, trainable = model_size(engine.module)
+        share = "frozen"
+        if trains and trainable:
+            share = f"{100 * trainable / total:.3g} % trained"
+            all_trainable += trainable
+        kind = engine.module.config.model_type
+        source = shown_path(folder or "")
+        rows.append((role, f"{kind}, {short_count(total)} parameters, {share}, from {source}"))
+    ranks = counted(dist.world_size(), f"{dist.device().type} rank")
+    rows.append(("devices", f"{ranks}, {dtype}"))
     rows += more
     outputs = ("outputs", f"{shown_path(output)} (report.html at the end)")
     logger().info(titled_table("models", [*rows, outputs]))
     write_result(output, dict(rows), MODELS)
     if trains and dist.is_main():
-        needed = CHECKPOINT_BYTES * trained
-        if (free := shutil.disk_usage(output).free) < needed:
+        needed = CHECKPOINT_BYTES * all_trainable
+        free = shutil.disk_usage(output).free
+        if free < needed:
             logger().warning(
                 f"--output_dir {shown_path(output)}: its disk has {free / 2**20:,.1f} MiB left, and"
                 f" a checkpoint takes about {needed / 2**20:,.1f} MiB: free space, or name a folder"
@@ -108,53 +111,51 @@ def log_samples(
     """Log the first `count` rows of each data set, with margin, labels, and in step 3 the columns
     for rewards."""
     sources = np.asarray(rows.with_format("numpy")["source"][:])
-    for index in np.concatenate(
-        [np.flatnonzero(sources == number)[:count] for number in np.unique(sources)]
-    ):
+    indices = [np.flatnonzero(sources == source)[:count] for source in np.unique(sources)]
+    for index in np.concatenate(indices):
         row = rows[int(index)]
         columns = {
             "margin": row.get("margin") or None,
             "label": row.get("label"),
             "labels": row.get("step_labels"),
         }
-        columns |= {
-            name: value
-            for name, value in json.loads(row.get("row") or "{}").items()
-            if name not in ADDED
-        }
-        shown = [f"{names[row['source']]}: "] if len(names) > 1 else []
-        shown += [
-            "a sample",
-            ", answers in ⟦ ⟧" if row["answers"] else "",
-            f":\n{row_sample(tokenizer, row)}",
-        ]
+        for name, value in json.loads(row.get("row") or "{}").items():
+            if name not in ADDED:
+                columns[name] = value
+        text = "data: "
+        if len(names) > 1:
+            text += f"{names[row['source']]}: "
+        text += "a sample"
+        if row["answers"]:
+            text += ", answers in ⟦ ⟧"
+        text += f":\n{row_sample(tokenizer, row)}"
         for name, value in columns.items():
             if value is not None:
-                shown.append(
-                    f"\n  {name}:"
-                    f" {_shortened(json.dumps(value, ensure_ascii=False), _COLUMN_CHARACTERS)}"
-                )
-        logger().info(f"data: {''.join(shown)}")
+                column = json.dumps(value, ensure_ascii=False)
+                text += f"\n  {name}: {_shortened(column, _COLUMN_CHARACTERS)}"
+        logger().info(text)
 
 
 def row_sample(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> str:
-    """The text of a token row, special tokens included, with the trained parts in ⟦ ⟧, if it has
-    answers; of a long text its start and end. A second answer follows on a line that starts with
-    `or`."""
-    prompt, (first, *others) = row["prompt_ids"], row["answers"] or [[]]
-    ids = [*prompt, *first]
-    spans = [place for span in row.get("prompt_spans") or () for place in span]
-    # every second part is trained
-    if first:
-        bounds = [0, *spans, len(prompt), len(ids)]
-    else:
-        bounds = [0, len(ids)]
-    parts = [text_between(tokenizer, ids, start, stop) for start, stop in pairwise(bounds)]
-    text = "".join(
-        f"⟦{part}⟧" if number % 2 else part for number, part in enumerate(parts)
-    ).replace("⟧⟦", "")
-    for answer in others:
-        text += f"\nor ⟦{text_between(tokenizer, [*prompt, *answer], len(prompt))}⟧"
+    """The text of a token row, special tokens included, with the tokens that train in ⟦ ⟧, if it
+    has responses; of a long text its start and end. A second response follows on a line that starts
+    with `or`."""
+    prompt = row["prompt_ids"]
+    responses = row["answers"] or [[]]
+    ids = [*prompt, *responses[0]]
+    # bounds of spans that do not train and train in turn; `prompt_spans` are those that train
+    bounds = [0, len(ids)]
+    if responses[0]:
+        bounds = [0, *chain.from_iterable(row.get("prompt_spans") or ()), len(prompt), len(ids)]
+    text = ""
+    trains = False
+    for start, stop in pairwise(bounds):
+        span = text_between(tokenizer, ids, start, stop)
+        text += f"⟦{span}⟧" if trains else span
+        trains = not trains
+    text = text.replace("⟧⟦", "")
+    for response in responses[1:]:
+        text += f"\nor ⟦{text_between(tokenizer, [*prompt, *response], len(prompt))}⟧"
     return _shortened(text, MOST_CHARACTERS)
 
 
@@ -167,12 +168,12 @@ def _shortened(text: str, most: int) -> str:
 def text_between(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], start: int, stop: int | None = None
 ) -> str:
-    """The text of `ids[start:stop]` where they are: tokenizers decode the first token of a text
-    differently."""
-    before = decoded(tokenizer, ids[:start])
-    whole = decoded(tokenizer, ids[:stop])
-    if whole.startswith(before):
-        return whole[len(before) :]
+    """The text of `ids[start:stop]` as it is inside the text of `ids`: tokenizers decode the first
+    token of a text differently."""
+    before_start = decoded(tokenizer, ids[:start])
+    before_stop = decoded(tokenizer, ids[:stop])
+    if before_stop.startswith(before_start):
+        return before_stop[len(before_start) :]
     return decoded(tokenizer, ids[start:stop])
 
 
@@ -182,7 +183,9 @@ def show_plan(title: str, rows: list[tuple[str, str]], *warmups: tuple[int, int]
     logger().info(titled_table(title, rows))
     for warmup, total in warmups:
         if warmup >= total:
-            compared = "longer than" if warmup > total else "as long as"
+            compared = "as long as"
+            if warmup > total:
+                compared = "longer than"
             logger().warning(
                 f"the warm-up ({warmup} steps) is {compared} the run ({total} optimizer steps): the"
                 " learning rate never reaches its peak (--num_warmup_steps, --warmup_ratio)"
@@ -201,12 +204,16 @@ def show_end(
     """Log what the run has reached, where its models are, and what to run next. `steps`: such as
     "250 optimizer steps"; `seconds` are of this start of the run. `changes`: name -> (value before
     training, value after it)."""
-    spent = duration(seconds)
-    rows = [("trained", f"{steps}, {spent} since it resumed" if resumed else f"{steps} in {spent}")]
-    rows += [(name, f"{before:.4g} -> {after:.4g}") for name, (before, after) in changes.items()]
-    rows += [
-        ("" if number else "saved to", shown_path(folder)) for number, folder in enumerate(saved)
-    ]
+    trained = f"{steps} in {duration(seconds)}"
+    if resumed:
+        trained = f"{steps}, {duration(seconds)} since it resumed"
+    rows = [("trained", trained)]
+    for name, (before, after) in changes.items():
+        rows.append((name, f"{before:.4g} -> {after:.4g}"))
+    label = "saved to"
+    for folder in saved:
+        rows.append((label, shown_path(folder)))
+        label = ""
     if os.environ.get(NO_NEXT) != "1":
         rows.append(("next", command))
     logger().info(titled_table(f"{title}: done", rows))
@@ -238,9 +245,11 @@ def write_validation(folder: Path, metrics: dict[str, float], seconds: float) ->
 def tool_command(tool: str, words: Sequence[str]) -> str:
     """`python -m dschat_ppo.tools.TOOL WORDS` for a shell, by the python of this environment; "":
     `dschat_ppo` itself."""
-    found = shutil.which("python")
-    module = f"dschat_ppo.tools.{tool}" if tool else "dschat_ppo"
-    is_own = found is not None and Path(found).parent == Path(sys.executable).parent
-    return shlex.join(
-        ["python" if is_own else shown_path(sys.executable), "-m", module, *map(shown_path, words)]
-    )
+    python = shown_path(sys.executable)
+    python_on_path = shutil.which("python")
+    if python_on_path is not None and Path(python_on_path).parent == Path(sys.executable).parent:
+        python = "python"
+    module = "dschat_ppo"
+    if tool:
+        module = f"dschat_ppo.tools.{tool}"
+    return shlex.join([python, "-m", module, *map(shown_path, words)])

@@ -34,10 +34,9 @@ def require_usable_gpu(devices: Path = DEVICES) -> None:
 
     if torch.cuda.is_available():
         return
+    built = "for CPUs only"
     if torch.version.cuda:
         built = f"for CUDA {torch.version.cuda}"
-    else:
-        built = "for CPUs only"
     raise UserError(
         f"this machine has a GPU, and torch {torch.__version__} is built {built} and cannot use it:"
         " install a build of torch for its driver, which nvidia-smi names (setup_venv.sh with"

@@ -51,6 +51,8 @@ class _Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _run(self) -> None:
+        """What the thread does, until `end`: end this process if the run hangs, or if another rank
+        has failed or is lost and the main thread does not end by itself."""
         while not self._ended.wait(POLL_SECONDS):
             self._arm_faulthandler()
             leave_dead_terminal()
@@ -62,16 +64,7 @@ class _Watchdog:
             if hangs and (first is None or is_stopping):
                 first = self.record.record(RANK_LOST, hung=True)
             if first is None:
-                lost = self.record.lost_ranks()
-                # and the main thread has not noticed
-                if self._has_lasted("lost", bool(lost), LOST_SECONDS):
-                    first = self.record.record(RANK_LOST)
-                    text = (
-                        f"another rank is gone (rank {', '.join(map(str, lost))}; {where()}): the"
-                        " run ends"
-                    )
-                    text = f"rank {ranks.rank()}: {text}; {HOW_TO_RESUME}"
-                    self._end(first.code, text, prints=first.rank == ranks.rank())
+                self._end_if_a_rank_is_lost()
             elif first.hung or (hangs and is_stopping):
                 text = (
                     f"rank {ranks.rank()} has made no progress for {heartbeat.idle_seconds():.0f}"
@@ -88,6 +81,18 @@ class _Watchdog:
                 # another rank has failed, and the main thread does not end: it waits in a
                 # collective of a GPU
                 self._end(first.code, f"ends because rank {first.rank} failed")
+
+    def _end_if_a_rank_is_lost(self) -> None:
+        """End this process if another one has ended without a record, and the main thread has had
+        the time to notice it."""
+        lost_ranks = self.record.lost_ranks()
+        if self._has_lasted("lost", bool(lost_ranks), LOST_SECONDS):
+            first = self.record.record(RANK_LOST)
+            text = (
+                f"rank {ranks.rank()}: another rank is gone (rank"
+                f" {', '.join(map(str, lost_ranks))}; {where()}): the run ends; {HOW_TO_RESUME}"
+            )
+            self._end(first.code, text, prints=first.rank == ranks.rank())
 
     def _arm_faulthandler(self) -> None:
         """Restart faulthandler's timer, which expires if this thread cannot run: C code holds the
@@ -142,10 +147,10 @@ class _Watchdog:
         if prints:
             with suppress(OSError):  # nobody reads any more (a closed pipe or terminal)
                 sys.stderr.flush()
-                if hangs and (log := log_path()):
+                logs = ""
+                log = log_path()
+                if hangs and log is not None:
                     logs = f"(the stacks of all ranks are in {log.parent})\n"
-                else:
-                    logs = ""
                 # in one call: lines stay whole
                 os.write(2, f"{text}\n{logs}".encode(errors="backslashreplace"))
                 if hangs:

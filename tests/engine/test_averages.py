@@ -12,7 +12,7 @@ from launch import forked, succeed
 from pretended_gpu import moved, pretended_gpu
 from torch import nn
 
-from dschat_ppo.common.dist import is_partitioned, own_part
+from dschat_ppo.common.dist import is_partitioned, rank_shard
 from dschat_ppo.engine import averages
 from dschat_ppo.engine.averages import (
     MovingAverage,
@@ -201,7 +201,7 @@ def test_a_partition_has_no_padding(monkeypatch, rank, first, kept):
     """Five elements in parts of two."""
     monkeypatch.setenv("RANK", str(rank))
     weight = partitioned_weight(5, [1.0, 2.0])
-    found, part = own_part(weight)
+    found, part = rank_shard(weight)
     assert (found, part.tolist(), is_partitioned(weight)) == (first, kept, True)
     part += 1
     assert weight.ds_tensor.tolist()[: len(kept)] == [number + 1 for number in kept], "a view"

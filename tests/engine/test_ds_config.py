@@ -27,6 +27,7 @@ from dschat_ppo.engine.build_engine import whole_weights as whole_weights_of
 from dschat_ppo.engine.ds_config import (
     DERIVED,
     KNOWN,
+    ZeroOptions,
     check_zero_plus_plus,
     eval_config,
     merge,
@@ -54,14 +55,13 @@ def test_offload_moves_the_optimizer_and_at_stage_3_the_parameters():
 
 def test_zero_plus_plus_reaches_stage_3_alone():
     memory = MemoryFlags(zero_hpz_partition_size=4)
-    zero = train_config(3, "bf16", False, 8, 1.0, None, memory, quantised_frozen=True)[
-        "zero_optimization"
-    ]
+    options = ZeroOptions(memory, quantised_frozen=True)
+    zero = train_config(3, "bf16", False, 8, 1.0, None, options)["zero_optimization"]
     assert {name: value for name, value in zero.items() if name.startswith("zero_")} == {
         "zero_hpz_partition_size": 4,
         "zero_quantized_nontrainable_weights": True,
     }
-    zero = train_config(2, "bf16", False, 8, 1.0, None, memory)["zero_optimization"]
+    zero = train_config(2, "bf16", False, 8, 1.0, None, options)["zero_optimization"]
     assert not any(name.startswith("zero_") for name in zero)
 
 
@@ -90,12 +90,14 @@ def test_the_overlay_takes_precedence_and_arguments_are_not_modified():
 )
 def test_on_a_gpu_zero_3_overlaps_and_buckets_are_small(device, overlaps):
     """DeepSpeed's own buckets have 500 million numbers."""
+    options = ZeroOptions(device=device)
     for stage, overlap in enumerate(overlaps):
-        zero = train_config(stage, "fp32", False, 2, 1.0, device=device)["zero_optimization"]
+        zero = train_config(stage, "fp32", False, 2, 1.0, None, options)["zero_optimization"]
         sizes = [zero.get(f"{name}_bucket_size") for name in ("reduce", "allgather")]
         assert (zero["overlap_comm"], sizes) == (overlap, [10**8 if device == "cuda" else None] * 2)
     mine = {"zero_optimization": {"overlap_comm": False, "reduce_bucket_size": 7}}
-    zero = train_config(3, "bf16", False, 2, 1.0, mine, device="cuda")["zero_optimization"]
+    options = ZeroOptions(device="cuda")
+    zero = train_config(3, "bf16", False, 2, 1.0, mine, options)["zero_optimization"]
     assert (zero["overlap_comm"], zero["reduce_bucket_size"]) == (False, 7)
 
 

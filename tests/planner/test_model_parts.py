@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaModel
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.run_flags import MemoryFlags
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
-from dschat_ppo.engine.ds_config import train_config
+from dschat_ppo.engine.ds_config import ZeroOptions, train_config
 from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.loading import DTYPES
@@ -321,8 +321,9 @@ def test_gradients_between_micro_batches_are_those_of_an_engine(stage, dtype, of
     model = nn.Sequential(nn.Linear(20, 30, bias=False), nn.Linear(30, 10, bias=False)).to(
         DTYPES[dtype]
     )
-    flags = MemoryFlags(offload_optimizer=offloads)
-    engine = train_engine(model, train_config(stage, dtype, False, 1, 1.0, memory=flags), SETTINGS)
+    options = ZeroOptions(MemoryFlags(offload_optimizer=offloads))
+    config = train_config(stage, dtype, False, 1, 1.0, None, options)
+    engine = train_engine(model, config, SETTINGS)
     engine.set_gradient_accumulation_boundary(False)
     engine.backward(
         engine(torch.ones(2, 20, dtype=DTYPES[dtype])).float().sum(), scale_wrt_gas=False

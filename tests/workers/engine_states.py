@@ -22,7 +22,7 @@ from torch import nn
 from dschat_ppo.checkpoint import engine_state
 from dschat_ppo.checkpoint.state_files import BackgroundWriter
 from dschat_ppo.common import dist
-from dschat_ppo.common.dist import own_part
+from dschat_ppo.common.dist import rank_shard
 from dschat_ppo.engine import build_engine
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
@@ -135,7 +135,7 @@ def digest(engine) -> str:
     """SHA-256 of the state of this rank: weights, masters, moments, counts, buffers, scale,
     counters, schedule."""
     # without padding, which is uninitialised
-    weights = [own_part(weight)[1] for weight in engine.module.parameters()]
+    weights = [rank_shard(weight)[1] for weight in engine.module.parameters()]
     held = [
         engine.basic_optimizer.state.get(master, {}) for master in engine_state.flat_masters(engine)
     ]
