@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.5
 _SIGNAL_SECONDS = 1.0  # for the signal that ended a process to reach this one too
 # of the processes, which inherit it by their fork: it need not be pickled
 _WORK: list[Callable[[int], Any]] = []
-_ENDED = (
+_A_PROCESS_ENDED = (
     "a process that prepares data has ended (its own message, if any, is above), most often because"
     " memory ran out: lower --preprocessing_num_workers and run the same command again"
 )
@@ -53,19 +53,19 @@ def in_processes(count: int, work: Callable[[int], Result], doing: str) -> list[
         count, multiprocessing.get_context("fork"), _begin, (os.getpid(),)
     )
     try:
-        results = [pool.submit(_work, index) for index in range(count)]
+        calls = [pool.submit(_work, index) for index in range(count)]
         while True:
-            done, not_done = futures.wait(results, _POLL_SECONDS, futures.FIRST_EXCEPTION)
+            done, not_done = futures.wait(calls, _POLL_SECONDS, futures.FIRST_EXCEPTION)
             if not not_done:
                 break
-            for result in done:
-                result.result()  # raises its error
+            for call in done:
+                call.result()  # raises its error
             raise_if_stop_requested(doing)
-        return [result.result() for result in results]
+        return [call.result() for call in calls]
     except BrokenProcessPool:
         time.sleep(_SIGNAL_SECONDS)
         raise_if_stop_requested(doing)
-        raise UserError(_ENDED) from None
+        raise UserError(_A_PROCESS_ENDED) from None
     finally:
         for process in list((pool._processes or {}).values()):
             process.kill()

@@ -70,14 +70,10 @@ class MovingAverage:
 
     def __init__(self, model: nn.Module, decay: float):
         self._decay = decay
-        self._parameters: dict[str, Any] = {}
-        sizes = {}  # of the whole tensors
-        for name, weight in model.named_parameters():
-            if weight.requires_grad:
-                self._parameters[name] = weight
-                if not is_partitioned(weight):
-                    sizes[name] = weight.numel()
-        self._owners = _owners(sizes)
+        self._parameters: dict[str, Any] = {
+            name: weight for name, weight in model.named_parameters() if weight.requires_grad
+        }
+        self._owners = _owners(self._parameters)
         self._averages: dict[str, Tensor] = {}  # of this rank's partitions, or the whole tensors
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self.begin()
@@ -161,15 +157,16 @@ def pinned(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
-def _owners(sizes: dict[str, int]) -> dict[str, int]:
-    """The rank that averages each tensor, so that all average about as many numbers; the same on
-    every rank."""
-    totals = [0] * dist.world_size()
+def _owners(parameters: Mapping[str, Any]) -> dict[str, int]:
+    """The rank that averages each tensor that ZeRO-3 does not divide, so that all ranks average
+    about as many elements; the same on every rank."""
+    elements = [0] * dist.world_size()  # of each rank
     owners = {}
-    for name, size in sizes.items():
-        owner = totals.index(min(totals))
-        owners[name] = owner
-        totals[owner] += size
+    for name, weight in parameters.items():
+        if not is_partitioned(weight):
+            owner = elements.index(min(elements))
+            owners[name] = owner
+            elements[owner] += weight.numel()
     return owners
 
 
@@ -208,12 +205,12 @@ class ReferenceSync:
             first, shard = rank_shard(weight)
             actor_shard = self._actor_shard(name, first, shard)
             # whole tensors are the same on all ranks
-            counts = is_partitioned(weight) or dist.is_main()
+            is_counted = is_partitioned(weight) or dist.is_main()
             pieces = zip(shard.split(PIECE), actor_shard.split(PIECE), strict=True)
             for reference, actor in pieces:
                 before = reference.to(torch.float32, copy=True)
                 reference.copy_(self._mixup * actor.float() + (1 - self._mixup) * before)
-                if counts:
+                if is_counted:
                     norms = torch.stack([(reference.float() - before).norm(), before.norm()])
                     squares += norms.double().square().to(squares.device)
             refresh_whole_copy(weight)

@@ -184,17 +184,17 @@ def _infinite_norm(optimizer: Any) -> Iterator[None]:
         "_get_norm_groups": [infinite],
         "get_grads_for_norm": ([infinite], {}),
     }
-    name = next((name for name in norms if hasattr(optimizer, name)), None)
-    if name is None:
+    method = next((name for name in norms if hasattr(optimizer, name)), None)
+    if method is None:
         raise RuntimeError(
             f"DeepSpeed's {type(optimizer).__name__} cannot skip an update; set the ZeRO stage and "
             "the number format by flags, not in --deepspeed_config"
         )
-    setattr(optimizer, name, lambda *_, **__: norms[name])
+    setattr(optimizer, method, lambda *_, **__: norms[method])
     try:
         yield
     finally:
-        delattr(optimizer, name)
+        delattr(optimizer, method)
 
 
 MicroBatch = TypeVar("MicroBatch")

@@ -198,7 +198,8 @@ def check_earlier_outputs(folder: Path, config: StepConfig) -> None:
     if not is_done:
         if outputs != [METRICS]:
             raise UserError(f"{refusal} and no checkpoint to resume from; {ways_out}")
-        if store.newest_intact()[1]:  # its checkpoints were removed by hand, or set aside
+        _, complaints = store.newest_intact()
+        if complaints:  # its checkpoints were removed by hand, or set aside
             return
         old_metrics = keep_old_metrics(folder / METRICS)
         logger().warning(

@@ -135,17 +135,20 @@ def _check_dtype(dtype: str) -> None:
     # compiled here, so that no rank waits for another in a forward pass
     if not dist.on_gpu() and dtype != "fp16":
         kernels(DTYPES[dtype])
-    if dtype == "bf16" and not dist.on_gpu():
-        mkldnn = torch.backends.mkldnn
-        if not (mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+    if dtype != "bf16":
+        return
+    if dist.on_gpu():
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
             logger().warning(
-                "--dtype bf16: this processor has no bf16 arithmetic (AVX-512 or AMX), and torch"
-                " emulates it slowly; --dtype fp32 is several times as fast"
+                f"--dtype bf16: {torch.cuda.get_device_name()} has no bf16 arithmetic, and torch"
+                " emulates it slowly; use --dtype fp16"
             )
-    elif dtype == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return
+    mkldnn = torch.backends.mkldnn
+    if not (mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         logger().warning(
-            f"--dtype bf16: {torch.cuda.get_device_name()} has no bf16 arithmetic, and torch"
-            " emulates it slowly; use --dtype fp16"
+            "--dtype bf16: this processor has no bf16 arithmetic (AVX-512 or AMX), and torch"
+            " emulates it slowly; --dtype fp32 is several times as fast"
         )
 
 

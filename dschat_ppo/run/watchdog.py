@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from dschat_ppo.common import heartbeat, ranks, stop_requests
-from dschat_ppo.common.exit_codes import HOW_TO_RESUME, RANK_LOST
+from dschat_ppo.common.exit_codes import DONE, HOW_TO_RESUME, RANK_LOST
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import training_has_started, where
 from dschat_ppo.common.processes import leave_dead_terminal
@@ -34,15 +34,18 @@ FAILED_SECONDS = 10.0  # for the main thread to end by itself when another rank 
 
 
 class _Watchdog:
-    """The thread. `limit`: seconds without progress that are allowed; None: any number."""
+    """The thread, once `begin` is called. `limit`: seconds without progress that are allowed; None:
+    any number."""
 
     def __init__(self, record: FirstFailureRecord):
         self.record = record
         self.limit: float | None = None
         self._stop_is_known = False  # all ranks of this machine know of the stop request
         self._ended = threading.Event()
-        self._since: dict[str, float] = {}
+        self._since: dict[str, float] = {}  # name of a condition -> when it became true
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def begin(self) -> None:
         self._thread.start()
 
     def end(self) -> None:
@@ -60,7 +63,7 @@ class _Watchdog:
             # for two polls: after a suspension the other ranks need one to report their progress
             hangs = self._has_lasted("hangs", self._hangs(), 2 * POLL_SECONDS)
             first = self.record.read()
-            is_stopping = first is not None and not first.code
+            is_stopping = first is not None and first.code == DONE
             if hangs and (first is None or is_stopping):
                 first = self.record.record(RANK_LOST, hung=True)
             if first is None:
@@ -73,14 +76,11 @@ class _Watchdog:
                 self._end(
                     RANK_LOST, text, prints=is_stopping or first.rank == ranks.rank(), hangs=True
                 )
-            elif (
-                first.code
-                and first.rank != ranks.rank()
-                and self._has_lasted("failed", True, FAILED_SECONDS)
-            ):
+            elif first.code != DONE and first.rank != ranks.rank():
                 # another rank has failed, and the main thread does not end: it waits in a
                 # collective of a GPU
-                self._end(first.code, f"ends because rank {first.rank} failed")
+                if self._has_lasted("failed", True, FAILED_SECONDS):
+                    self._end(first.code, f"ends because rank {first.rank} failed")
 
     def _end_if_a_rank_is_lost(self) -> None:
         """End this process if another one has ended without a record, and the main thread has had
@@ -103,8 +103,8 @@ class _Watchdog:
             faulthandler.dump_traceback_later(self.limit + _FAULTHANDLER_SECONDS, exit=True, file=2)
 
     def _pass_on_stop_request(self) -> None:
-        """Needed because the launcher sends its signal to one rank and waits for its end before it
-        signals the next."""
+        """Let all ranks of this machine know that one of them is to stop. Needed because the
+        launcher sends its signal to one rank and waits for its end before it signals the next."""
         if self._stop_is_known or (
             stop_requests.reason() is None and not self.record.stop_requested()
         ):
@@ -113,11 +113,11 @@ class _Watchdog:
         self.record.request_stop()
         stop_requests.set_flag()
         if ranks.is_main():
-            then = "the state is saved after this optimizer step"
+            next_event = "the state is saved after this optimizer step"
             if not training_has_started():
-                then = "the run ends before training begins, with nothing to save"
+                next_event = "the run ends before training begins, with nothing to save"
             logger().info(
-                f"stopping ({stop_requests.reason()}): {then}; a second Ctrl-C ends the run at once"
+                f"stopping ({stop_requests.reason()}): {next_event}; a second Ctrl-C ends the run at once"
             )
 
     def _hangs(self) -> bool:
@@ -172,7 +172,9 @@ _WATCHDOGS: list[_Watchdog] = []  # one at most
 def watch_ranks(record: FirstFailureRecord) -> None:
     """Start the thread: from here on this rank ends when another rank has failed or is lost."""
     stop()
-    _WATCHDOGS.append(_Watchdog(record))
+    watchdog = _Watchdog(record)
+    watchdog.begin()
+    _WATCHDOGS.append(watchdog)
 
 
 def start(seconds: float) -> None:
