@@ -117,7 +117,8 @@ class _Watchdog:
             if not training_has_started():
                 next_event = "the run ends before training begins, with nothing to save"
             logger().info(
-                f"stopping ({stop_requests.reason()}): {next_event}; a second Ctrl-C ends the run at once"
+                f"stopping ({stop_requests.reason()}): {next_event}; a second Ctrl-C ends the run"
+                " at once"
             )
 
     def _hangs(self) -> bool:
