@@ -189,7 +189,7 @@ class ReproBundles:
             "role": role,
             "step": step,
             "fault": str(fault),
-            "numbers": fault.numbers,
+            "numbers": fault.losses_or_gradients,
             "world_size": dist.world_size(),
             "loss_scale": {self.config.run.dtype: loss_scale(engine)},  # 1 in another number format
             "layout": {

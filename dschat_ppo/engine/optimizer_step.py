@@ -27,13 +27,13 @@ class Fault:
         kind: "loss", "gradient", or "norm" (each rank's gradients are finite, but their norm over
             all ranks is not).
         rank: the rank that computed it; for "norm" the rank of the largest gradient.
-        numbers: `numbers[rank][micro_batch]` is the loss, or the largest absolute gradient.
+        losses_or_gradients: [rank][micro_batch] is the loss, or the largest absolute gradient.
     """
 
     kind: Literal["loss", "gradient", "norm"]
     rank: int
     micro_batch: int
-    numbers: list[list[float]]
+    losses_or_gradients: list[list[float]]
     random_state: list[Tensor] = field(repr=False, compare=False)
 
     def __str__(self) -> str:
