@@ -23,7 +23,7 @@ AUTO, NEVER = "auto", "never"
 _ONE_END = "answers end with the chat template's end-of-turn token, or with EOS after a text prompt"
 
 
-def _check_trackers(names: list[str]) -> None:
+def _check_report_to(names: list[str]) -> None:
     require(
         "none" not in names or len(set(names)) == 1,
         f"--report_to {' '.join(names)}: none cannot be combined with other trackers; omit it or"
@@ -92,7 +92,7 @@ class RunFlags:
         ' such as pip install "dschat_ppo[wandb]". none: no tracker, even with'
         " --enable_tensorboard",
         commas=True,
-        check=_check_trackers,
+        check=_check_report_to,
     )
     run_name: str | None = flag(
         None,

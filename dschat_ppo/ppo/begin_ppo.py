@@ -83,7 +83,7 @@ def check_models(
         check_same_tokens(config, REFERENCE, folders.reference, tokenizer, longest, LIMITS)
     for folder in folders.teachers:
         check_same_tokens(config, TEACHER, folder, tokenizer, longest, LIMITS)
-    _check_tensor_parallel(config, actor_config)
+    _check_inference_tp_size(config, actor_config)
     if folders.critic is not None:
         flag, _ = config.models["critic"]
         with naming(flag):
@@ -101,7 +101,7 @@ def check_models(
         check_shared_base(config, folders)
 
 
-def _check_tensor_parallel(config: PPOConfig, actor: PretrainedConfig) -> None:
+def _check_inference_tp_size(config: PPOConfig, actor: PretrainedConfig) -> None:
     """Check `--inference_tp_size`, and say so if the actor's layers will not be divided."""
     size = config.ppo_memory.inference_tp_size
     lora_dim = config.lora.actor_lora_dim
