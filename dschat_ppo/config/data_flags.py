@@ -344,8 +344,17 @@ class StepData:
     step_separator: str = "\n"  # text between the steps of an answer, for the use "steps"
     # of what a teacher reads in place of the prompt, for the use "prompt"
     teacher_column: str | None = None
-    keeps_answers: bool = False  # keep the answer of the row with the prompt, for the use "prompt"
+    # keep the answer of the row with the prompt, for the use "prompt"; see `form_use`
+    keeps_answers: bool = False
     # use only the first rows of each data set, as if there were no others
     most_rows: int | None = None
     # if given, all rows of `flags.data_path`, which this flag names, are for evaluation
     whole_flag: str = ""
+
+    @property
+    def form_use(self) -> Use:
+        """The use for which the form reads rows: prompts that keep their answers are read as SFT
+        reads them."""
+        if self.keeps_answers:
+            return "sft"
+        return self.use

@@ -47,53 +47,57 @@ def chunked_order(rows: Dataset | StreamedRows, seed: int, epoch: int) -> Iterat
 def optimizer_steps(
     order: Iterable[int], micro_batch: int, accumulation: int, world_size: int, rank: int
 ) -> Iterator[list[list[int]]]:
-    """Yield this rank's micro-batches of each optimizer step, once through `order`. A step takes
-    the next `micro_batch
-    * accumulation * world_size` rows, however they are split over ranks and micro-batches. The last
-      one may be short: its micro-batches are smaller, padded with `PADDING_ROW`, so that all ranks
-      run equally many of equal size."""
+    """This rank's micro-batches of each optimizer step, once through `order`.
+
+    A step takes the next rows of `order`: `micro_batch` for each micro-batch of each rank, however
+    they are divided. The last step may be short: its micro-batches are smaller, padded with
+    `PADDING_ROW`, so that all ranks run equally many of equal size.
+    """
     micro_batches = accumulation * world_size  # of all ranks
     indices = iter(order)
-    while step := list(islice(indices, micro_batch * micro_batches)):
-        size = -(-len(step) // micro_batches)
-        step += [PADDING_ROW] * (size * micro_batches - len(step))
-        mine = step[rank * accumulation * size : (rank + 1) * accumulation * size]
-        yield [mine[i : i + size] for i in range(0, len(mine), size)]
+    step_rows = list(islice(indices, micro_batch * micro_batches))
+    while step_rows:
+        size = -(-len(step_rows) // micro_batches)  # rounded up
+        step_rows += [PADDING_ROW] * (size * micro_batches - len(step_rows))
+        rank_rows = step_rows[rank * accumulation * size : (rank + 1) * accumulation * size]
+        yield [rank_rows[start : start + size] for start in range(0, len(rank_rows), size)]
+        step_rows = list(islice(indices, micro_batch * micro_batches))
 
 
 class IndexStream:
     """An endless sequence of row indices, the same on every rank, reshuffled every epoch."""
 
     def __init__(self, rows: Dataset | StreamedRows, seed: int):
-        self._rows, self._seed = rows, seed
-        self._left: Iterator[int] = iter(())  # of the epoch, if it has begun
-        self.taken = 0
+        self._rows = rows
+        self._seed = seed
+        self._rest_of_epoch: Iterator[int] = iter(())
+        self.taken = 0  # indices since the start, over all epochs
 
     def take(self, count: int) -> list[int]:
         """The next `count` row indices; a request may run over the end of an epoch into the next
         one."""
-        rows: list[int] = []
-        while len(rows) < count:
-            found = list(islice(self._left, count - len(rows)))
-            if not found:
+        indices = list[int]()
+        while len(indices) < count:
+            of_epoch = list(islice(self._rest_of_epoch, count - len(indices)))
+            if not of_epoch:
                 epoch, done = divmod(self.taken, len(self._rows))
-                self._left = islice(chunked_order(self._rows, self._seed, epoch), done, None)
-            rows += found
-            self.taken += len(found)
-        return rows
+                order = chunked_order(self._rows, self._seed, epoch)
+                self._rest_of_epoch = islice(order, done, None)
+            indices += of_epoch
+            self.taken += len(of_epoch)
+        return indices
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the sequence, and in the data of a stream, for `load_state_dict`."""
+        data = None
         if isinstance(self._rows, StreamedRows):
             data = self._rows.state_dict()
-        else:
-            data = None
         return {"taken": self.taken, "data": data}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved position, over the same rows with the same seed."""
         self.taken = state["taken"]
-        self._left = iter(())
+        self._rest_of_epoch = iter(())
         if isinstance(self._rows, StreamedRows):
             self._rows.load_state_dict(state.get("data"))
 
@@ -115,9 +119,9 @@ class SFTBatch:
 
 def rows_at(rows: Dataset, indices: Sequence[int]) -> tuple[list[dict[str, Any]], Tensor]:
     """(token rows, (B,) bool, whether each is real). A padding row is a copy of row 0."""
-    return [rows[max(index, 0)] for index in indices], torch.tensor(
-        [index != PADDING_ROW for index in indices]
-    )
+    records = [rows[max(index, 0)] for index in indices]
+    is_real = torch.tensor([index != PADDING_ROW for index in indices])
+    return records, is_real
 
 
 def right_padded(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -143,18 +147,22 @@ def answered(
     answers: Sequence[Sequence[int]],
     real: Tensor,
     pad_id: int,
-    whole: bool = False,
+    train_on_prompt: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The prompt of each record, then an answer: `(input_ids (B, T) int64, lengths (B,) int64, mask
-    (B, T) bool)`. The mask is True on the tokens of the answers, or on all but the first with
-    `whole`, and nowhere on rows not `real`."""
-    prompts = [record["prompt_ids"] for record in records]
-    ids, lengths = right_padded(
-        [[*prompt, *ids] for prompt, ids in zip(prompts, answers, strict=True)], pad_id
-    )
-    starts = torch.tensor([1 if whole else len(ids) for ids in prompts])
+    (B, T) bool)`. The mask is True on the tokens of the answers, with `train_on_prompt` on all but
+    the first token of a row, and nowhere on rows not `real`."""
+    sequences = list[list[int]]()
+    starts = list[int]()
+    for record, answer in zip(records, answers, strict=True):
+        prompt = record["prompt_ids"]
+        sequences.append([*prompt, *answer])
+        starts.append(1 if train_on_prompt else len(prompt))
+    ids, lengths = right_padded(sequences, pad_id)
     columns = torch.arange(ids.shape[1])
-    return ids, lengths, (columns >= starts[:, None]) & (columns < lengths[:, None]) & real[:, None]
+    is_after_start = columns >= torch.tensor(starts)[:, None]
+    is_in_row = columns < lengths[:, None]
+    return ids, lengths, is_after_start & is_in_row & real[:, None]
 
 
 def collate_sft(
@@ -164,12 +172,11 @@ def collate_sft(
     and the tokens of the prompt that the column `prompt_spans` names ([start, end) pairs), if there
     is one; with `train_on_prompt` it covers everything but the first token of the row."""
     records, real = rows_at(rows, indices)
-    ids, lengths, mask = answered(
-        records, [r["answers"][0] for r in records], real, pad_id, train_on_prompt
-    )
-    for row, record, is_real in zip(mask, records, real, strict=True):
+    answers = [record["answers"][0] for record in records]
+    ids, lengths, mask = answered(records, answers, real, pad_id, train_on_prompt)
+    for row_mask, record, is_real in zip(mask, records, real, strict=True):
         for start, end in record.get("prompt_spans") or ():
-            row[max(start, 1) : end] = is_real  # nothing predicts the first token
+            row_mask[max(start, 1) : end] = is_real  # nothing predicts the first token
     return SFTBatch(ids, mask, lengths, column(records, "source"))
 
 

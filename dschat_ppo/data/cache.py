@@ -53,9 +53,11 @@ def cached(root: str | None, key: str, write: Callable[[Path], object]) -> Datas
                     finally:
                         remove_folder(unfinished)  # what a failure leaves may have filled the disk
     except OSError as problem:
-        place = f"--data_output_path {root}" if root else folder.parent
+        where = str(folder.parent)
+        if root:
+            where = f"--data_output_path {root}"
         raise UserError(
-            f"{place}: prepared data cannot be written there ({problem.strerror or problem});"
+            f"{where}: prepared data cannot be written there ({problem.strerror or problem});"
             f" {way_out(problem.errno)}, or name another folder with --data_output_path"
         ) from None
     with reading(f"{folder}: prepared data cannot be read; remove this folder"):
@@ -66,9 +68,9 @@ def cached(root: str | None, key: str, write: Callable[[Path], object]) -> Datas
     return rows
 
 
-def rows_key(*parts: object) -> str:
+def rows_key(*made_from: object) -> str:
     """Key of rows as they are read: what they are made from and how, and the code that does it."""
-    return _digest(datasets.__version__, _code(), *parts)
+    return _digest(datasets.__version__, _code(), *made_from)
 
 
 def file_key(path: Path) -> str:
@@ -82,9 +84,9 @@ def content_key(paths: Sequence[Path]) -> str:
     names, sizes and ends."""
     digest = hashlib.sha256()
     for path in paths:
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
         with path.open("rb") as file:
-            size = path.stat().st_size
-            digest.update(f"{path.name}\0{size}\0".encode())
             digest.update(file.read(_ENDS))
             file.seek(max(0, size - _ENDS))
             digest.update(file.read(_ENDS))
@@ -106,10 +108,10 @@ def token_key(content: str, tokenizer: PreTrainedTokenizerBase, *settings: objec
 @cache
 def _code() -> str:
     """Digest of the sources of this package: other code may read the same rows differently."""
-    return _digest(
-        *(path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py")))
-    )
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return _digest(*[path.read_text(encoding="utf-8") for path in files])
 
 
-def _digest(*parts: object) -> str:
-    return hashlib.sha256("\x00".join(map(str, parts)).encode()).hexdigest()[:32]
+def _digest(*values: object) -> str:
+    """A hash of the texts of values."""
+    return hashlib.sha256("\x00".join(map(str, values)).encode()).hexdigest()[:32]

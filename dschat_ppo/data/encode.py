@@ -65,9 +65,11 @@ def encode_finished(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a text that holds prompt and answer, with exactly one final token. If the text
     contains the chat template's end-of-turn token, the template has rendered it and that token is
     the final one; otherwise EOS is."""
-    end = str(tokenizer.convert_ids_to_tokens(turn_end(tokenizer).token))
+    end = str(tokenizer.convert_ids_to_tokens(turn_end(tokenizer).token_id))
     bare_text, _ = without_final(tokenizer, text)
-    answer = end if end in text else ""
+    answer = ""
+    if end in text:
+        answer = end
     ids = encode_example(tokenizer, Example(bare_text, [answer]))
     return [*ids.prompt, *ids.answers[0]]
 
@@ -146,9 +148,9 @@ def _rendered_chat(
     check_prompt(tokenizer, text, messages, tools, variables)
     spans = list[Span]()
     if all_turns:
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        all_spans = turn_spans(tokenizer, messages, text, tools, variables)
-        for turn, span in zip(turns, all_spans, strict=True):
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        spans_of_turns = turn_spans(tokenizer, messages, text, tools, variables)
+        for turn, span in zip(turns, spans_of_turns, strict=True):
             if turn not in example.context:
                 spans.append(span)
     answers = [
@@ -220,12 +222,13 @@ def _encode(
             "input_ids"
         ]
     # how many first tokens are those of the text's start?
-    ends = [
-        len(commonprefix([_encode(tokenizer, text[:end])[0], ids]))
-        for span in spans
-        for end in span
-    ]
-    return ids, list(zip(ends[::2], ends[1::2], strict=True))
+    token_ranges = list[Span]()
+    for start, stop in spans:
+        ids_before_start, _ = _encode(tokenizer, text[:start])
+        ids_before_stop, _ = _encode(tokenizer, text[:stop])
+        first = len(commonprefix([ids_before_start, ids]))
+        token_ranges.append((first, len(commonprefix([ids_before_stop, ids]))))
+    return ids, token_ranges
 
 
 def _encode_divided(
@@ -242,14 +245,19 @@ def _encode_divided(
         if begin and _puts_a_space_before(tokenizer, len(tokenizer)):
             starts = ("\n", ":", "")
         for start in starts:
-            start_ids = _encode(tokenizer, start)[0] if start else []
+            start_ids = list[int]()
+            if start:
+                start_ids = _encode(tokenizer, start)[0]
             shift = len(start) - begin
-            inside = [(a + shift, b + shift) for a, b in spans if begin <= a and b <= end]
+            inside = list[Span]()  # the piece, in characters of `start + piece`
+            for first, stop in spans:
+                if begin <= first and stop <= end:
+                    inside.append((first + shift, stop + shift))
             piece_ids, ranges = _encode(tokenizer, start + piece, tuple(inside))
             if piece_ids[: len(start_ids)] == start_ids:
                 break
         offset = len(ids) - len(start_ids)
-        token_ranges += [(offset + a, offset + b) for a, b in ranges]
+        token_ranges += [(offset + first, offset + stop) for first, stop in ranges]
         ids += piece_ids[len(start_ids) :]
         begin = end + len(SPLIT)
     return ids, token_ranges
@@ -286,12 +294,12 @@ def divided(tokenizer: PreTrainedTokenizerBase, content: str) -> str:
 def _reserved(tokenizer: PreTrainedTokenizerBase, template: str, size: int) -> dict[int, str]:
     """Id -> text of the added tokens that mean something to the chat template. Others, such as
     those of Gemma for line breaks, stay as they are. `size`: of the vocabulary."""
-    added = added_tokens(tokenizer, size).items()
-    return {
-        n: str(t.content)
-        for n, t in added
-        if len(t.content) > 1 and (t.special or t.content in template)
-    }
+    texts = dict[int, str]()
+    for token_id, token in added_tokens(tokenizer, size).items():
+        text = str(token.content)
+        if len(text) > 1 and (token.special or text in template):
+            texts[token_id] = text
+    return texts
 
 
 def token_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
@@ -339,16 +347,17 @@ def step_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], separator:
     *steps, rest = text.split(separator)
     for step in steps:
         offset += len(step) + len(separator)
-        if step.strip():
-            # Texts are compared, not lengths: the bytes of half a character decode to one or
-            # several characters.
-            start = text[: offset - spaces]
-            lasts = range(len(ids) - 1)
-            ends.append(
-                bisect_left(
-                    lasts, True, key=lambda n: decoded(tokenizer, ids[: n + 1]).startswith(start)
-                )
-            )
+        if not step.strip():
+            continue
+        # The first token with which the text holds the step. Texts are compared, not lengths: the
+        # bytes of half a character decode to one or several characters.
+        text_to_end = text[: offset - spaces]
+        end = bisect_left(
+            range(len(ids) - 1),
+            True,
+            key=lambda last: decoded(tokenizer, ids[: last + 1]).startswith(text_to_end),
+        )
+        ends.append(end)
     if ids[-1] in added_tokens(tokenizer, len(tokenizer)) or ids[-1] in tokenizer.all_special_ids:
         rest = rest.removesuffix(decoded(tokenizer, ids[-1:]))
     if ends and not rest.strip():  # the final token alone is no step

@@ -21,14 +21,18 @@ from dschat_ppo.errors import UserError
 Message = dict[str, Any]
 Messages = list[Message]
 Row = dict[str, Any]
-# the share of --data_split
-PARTS = {"sft": 0, "preference": 1, "unpaired": 1, "steps": 1, "prompt": 2}
+# use -> index of its share of --data_split
+SHARE_OF_USE = {"sft": 0, "preference": 1, "unpaired": 1, "steps": 1, "prompt": 2}
 # of `--data_split`, the held-out rows and the mixture: the same in all steps and runs
 SPLIT_SEED = 1234
 # What data preparation adds to the JSON of a row besides its columns: the chat messages of the
 # prompt, their tools, the variables of their template, and the correct answer, which built-in rules
 # read as `answer`.
-MESSAGES, TOOLS, VARIABLES, TRUTH = ADDED = "_messages", "_tools", "_variables", "_truth"
+MESSAGES = "_messages"
+TOOLS = "_tools"
+VARIABLES = "_variables"
+TRUTH = "_truth"
+ADDED = (MESSAGES, TOOLS, VARIABLES, TRUTH)
 VARIABLES_COLUMN = "chat_template_kwargs"  # of rows, as in SmolTalk2
 ROLES = {  # in lower case
     "system": "system",
@@ -66,8 +70,7 @@ WEIGHTS = ("weight", "weights", "loss_mask", "mask", "train", "trainable", "trai
 # keys of turns, and columns, of what precedes an answer
 THOUGHTS = "reasoning_content", "thinking", "reasoning"
 _NUMBERS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
-# a key of messages that their data set excludes from training; it never reaches a template
-# Keys of an object that is a turn of the user and one of the assistant
+# keys of an object that is a turn of the user and one of the assistant
 TURNS = (
     ("input", "output"),
     ("user", "assistant"),
@@ -78,6 +81,7 @@ TURNS = (
     ("prompt", "response"),
     ("instruction", "output"),
 )
+# a key of messages that their data set excludes from training; it never reaches a template
 CONTEXT = "_context"
 
 
@@ -111,9 +115,12 @@ def field_at(row: Row, path: str) -> Any:
     `passages.0.text`, `output.1:` for the entries of a list from the second one on. `UserError` if
     there is none. A column of whole numbers that lacks one is often stored as floats: NaN is None,
     and 3.0 is 3."""
-    value: Any = row.get(path, row)
-    done: list[str] = []
-    keys = [] if path in row else path.split(".")
+    value: Any = row
+    keys = path.split(".")
+    if path in row:
+        value = row[path]
+        keys = []
+    done = list[str]()
     for key in keys:
         value = json_value(value)
         entry = key.removesuffix(":")
@@ -125,7 +132,9 @@ def field_at(row: Row, path: str) -> Any:
             else:
                 value = value[int(entry) :]
         else:
-            where = f": '{'.'.join(done)}' is {kind_of(value)}" if done else ""
+            where = ""
+            if done:
+                where = f": '{'.'.join(done)}' is {kind_of(value)}"
             raise UserError(f"has no '{path}'{where}")
         done.append(key)
     if isinstance(value, float):
@@ -166,12 +175,12 @@ def scalar_as_text(value: Any, name: str) -> str:
 def number_of(value: Any, name: str) -> float:
     """A finite number, which CSV files hold as text. `name` is for the message."""
     try:
-        number = float(value)
+        as_float = float(value)
     except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
+        as_float = math.nan
+    if not math.isfinite(as_float):
         raise UserError(f"{name} is {kind_of(value)}; expected a number")
-    return number
+    return as_float
 
 
 def margin_of(row: Row) -> float:
@@ -233,15 +242,15 @@ def from_json(value: Any) -> Any:
         return value
     if isinstance(parsed, dict) and isinstance(parsed.get("messages"), list):
         parsed = parsed["messages"]
-    turns = parsed if isinstance(parsed, list) else [parsed]
+    is_list = isinstance(parsed, list)
+    turns = parsed if is_list else [parsed]
     if not all(isinstance(turn, dict) and {"role", "from"} & set(turn) for turn in turns):
         return value
     has_texts = all({"content", "value", "tool_calls"} & set(turn) for turn in turns)
-    has_roles = all(
-        str(turn.get("role", turn.get("from"))).strip().lower() in ROLES for turn in turns
-    )
+    roles = [str(turn.get("role", turn.get("from"))).strip().lower() for turn in turns]
+    has_roles = all(role in ROLES for role in roles)
     # of three signs one may fail: turns without content, or with other roles, are refused later
-    if turns and isinstance(parsed, list) + has_texts + has_roles >= 2:
+    if turns and [is_list, has_texts, has_roles].count(True) >= 2:
         return parsed
     return value
 
@@ -253,7 +262,7 @@ def looks_like_messages(value: Any) -> bool:
     """Whether a value is a list of messages, right or wrong, or one message."""
     if isinstance(value, dict):
         return bool({"role", "from"} & set(value))
-    if not isinstance(value, list) or any(isinstance(part, list) for part in value):
+    if not isinstance(value, list) or any(isinstance(entry, list) for entry in value):
         return False
     return any(map(looks_like_messages, value))
 
@@ -268,17 +277,14 @@ def turns_in(value: Any) -> list[Any]:
     for pair in value:
         if isinstance(pair, dict):
             keys = {key for key, inner in pair.items() if inner is not None}
-            pair = next(
-                (
-                    [pair.get(asked), pair.get(said)]
-                    for asked, said in TURNS
-                    if asked in keys and keys <= {asked, said}
-                ),
-                [],
-            )
-        if not isinstance(pair, list) or len(pair) != 2:
+            turns = [names for names in TURNS if names[0] in keys and keys <= set(names)]
+            if not turns:
+                return []
+            texts += [pair.get(name) for name in turns[0]]
+        elif isinstance(pair, list) and len(pair) == 2:
+            texts += pair
+        else:
             return []
-        texts += pair
     if texts and texts[-1] is None:
         texts.pop()
     if all(isinstance(text, str) for text in texts):
@@ -307,11 +313,11 @@ def read_messages(value: Any, column: str, role_names: dict[str, str] | None = N
         else:
             value = [value]
     if isinstance(value, list):
-        value = [from_json(part) for part in value]
+        value = [from_json(message) for message in value]
     if not isinstance(value, list) or not value:
         what = "an empty list" if value == [] else kind_of(value)
         raise UserError(f"'{column}' is {what}; expected a list of role/content messages")
-    if all(isinstance(part, list) and looks_like_messages(part) for part in value):
+    if all(isinstance(entry, list) and looks_like_messages(entry) for entry in value):
         if len(value) > 1:
             raise UserError(
                 f"'{column}' holds {len(value)} conversations; --messages_column {column}.0 reads"
@@ -321,8 +327,8 @@ def read_messages(value: Any, column: str, role_names: dict[str, str] | None = N
     value = turns_in(value) or value
     if all(isinstance(text, str) for text in value):
         value = [
-            {"role": ("user", "assistant")[number % 2], "content": text}
-            for number, text in enumerate(value)
+            {"role": ("user", "assistant")[index % 2], "content": text}
+            for index, text in enumerate(value)
         ]
     roles = ROLES | (role_names or {})
     return [
@@ -386,23 +392,23 @@ def _content_text(content: Any, name: str) -> str:
     """The text of a message's content, which may be a list of text parts."""
     if isinstance(content, str):
         return content
-    texts = []
-    for part in checked(content, list, f"the content of {name}", "text or text parts"):
-        if isinstance(part, dict):
-            kind = part.get("type")
-        else:
-            kind = type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
+    texts = list[str]()
+    for block in checked(content, list, f"the content of {name}", "text or text parts"):
+        kind = type(block).__name__
+        if isinstance(block, dict):
+            kind = block.get("type")
+        if kind != "text" or not isinstance(block.get("text"), str):
             raise UserError(f"{name} has a part of type '{kind}'; only text parts can be used")
-        texts.append(part["text"])
+        texts.append(block["text"])
     return "".join(texts)
 
 
 def without_context(messages: Messages) -> Messages:
     """Messages without the marks of those that are excluded from training."""
-    return [
-        {key: value for key, value in message.items() if key != CONTEXT} for message in messages
-    ]
+    bare_messages = Messages()
+    for message in messages:
+        bare_messages.append({key: value for key, value in message.items() if key != CONTEXT})
+    return bare_messages
 
 
 # Tools and their calls
@@ -414,13 +420,13 @@ def read_tools(value: Any, column: str) -> list[Any] | None:
         value = json_value(value.strip() or None)
     else:
         value = _without_nulls(value)
-    # and not what holds messages too
-    if column == "tools":
+    way = ""
+    if column == "tools":  # and not what holds messages too
         way = "; --ignore_columns tools leaves it out"
-    else:
-        way = ""
+    if value is None:
+        value = []
     expected = f"a list of tool descriptions or its JSON{way}"
-    listed_tools = checked([] if value is None else value, list, f"'{column}'", expected)
+    listed_tools = checked(value, list, f"'{column}'", expected)
     tools = [
         checked(json_value(tool), dict, f"a tool of '{column}'", f"an object{way}")
         for tool in listed_tools
@@ -479,9 +485,8 @@ def functions_of(messages: Messages) -> Iterator[dict[str, Any]]:
     the calls alone."""
     for message in messages:
         for call in message.get("tool_calls") or ():
+            function = call
             if isinstance(call, dict):
                 function = call.get("function", call)
-            else:
-                function = None
             if isinstance(function, dict):
                 yield function

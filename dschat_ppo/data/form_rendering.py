@@ -33,32 +33,32 @@ def rendering_of(
     warning or "". `UserError` if a flag does not fit the form, or chat messages lack a
     template."""
     kind = chosen.form.kind
-    wanted = flags.apply_chat_template
-    if wanted and kind.rendering == "text":
+    if flags.apply_chat_template and kind.rendering == "text":
         raise UserError(
             f"{name}: the form {kind.name} is text, so --apply_chat_template True does not apply"
         )
-    asks = kind.rendering == "content" or (
+    asks_questions = kind.rendering == "content" or (
         kind.name in ("preference", "better_of_two", "prompt_response", "ranked", "kto")
         and chosen.form.columns.get("prompt") in _QUESTIONS
         and flags.prompt_column is None
     )
-    if (
-        chosen.is_chat
-        or wanted
-        or (asks and wanted is None and flags.input_template is None and has_template)
-    ):
+    is_chat_by_default = (
+        asks_questions
+        and has_template
+        and flags.apply_chat_template is None
+        and flags.input_template is None
+    )
+    if chosen.is_chat or flags.apply_chat_template or is_chat_by_default:
         if not has_template:
             raise UserError(
                 f"{name}: its prompts become chat messages, but the model's tokenizer has no chat"
                 " template; --chat_template chatml (or llama-3, zephyr, human-assistant, a file)"
                 " gives it one"
             )
+        about = "prompts are text and become user messages of the chat template"
         if chosen.is_chat:
-            what = "chat messages, rendered by"
-        else:
-            what = "text and become user messages of"
-        return "chat", f"prompts are {what} the chat template", ""
+            about = "prompts are chat messages, rendered by the chat template"
+        return "chat", about, ""
     # plain text has no prompts; other data sets may have some
     if flags.system_message and kind.name != "text":
         way = "omit it, or make chat messages of both with --apply_chat_template True"
@@ -66,8 +66,9 @@ def rendering_of(
             f"{name}: --system_message precedes chat messages, but the prompts are text; {way}"
         )
     about = "prompts are text, without the chat template"
+    is_asked = flags.input_template is not None or flags.apply_chat_template is False
     glued = _glued(chosen)
-    if kind.inside or flags.input_template is not None or wanted is False or not glued:
+    if kind.inside or is_asked or not glued:
         return "text", about, ""
     ways = "--input_template puts text around a prompt"
     if has_template:
@@ -82,16 +83,19 @@ def _glued(chosen: Candidate) -> str:
     """The end of a text prompt and the start of its answer, if in more than half of the first rows
     a word or sentence ends the prompt and a word starts the answer, without a space between
     them."""
-    read = chosen.read.get("sft") or chosen.read.get("steps") or []
-    texts = [(one[0].prompt, one[0].answers[0]) for one in read if one and one[0].answers]
-    glued = [
-        f"...{prompt[-40:]}{answer[:40]}..."
-        for prompt, answer in texts
-        if isinstance(prompt, str)
-        and isinstance(answer, str)
-        and answer[:1].isalnum()
-        and (prompt[-1:].isalnum() or prompt[-1:] in _SENTENCE_ENDS)
-    ]
-    if 2 * len(glued) > len(texts):
+    with_answers = 0
+    glued = list[str]()
+    for examples in chosen.read.get("sft") or chosen.read.get("steps") or []:
+        if not examples or not examples[0].answers:
+            continue
+        with_answers += 1
+        prompt = examples[0].prompt
+        answer = examples[0].answers[0]
+        if not isinstance(prompt, str) or not isinstance(answer, str):
+            continue
+        is_word_or_end = prompt[-1:].isalnum() or prompt[-1:] in _SENTENCE_ENDS
+        if is_word_or_end and answer[:1].isalnum():
+            glued.append(f"...{prompt[-40:]}{answer[:40]}...")
+    if 2 * len(glued) > with_answers:
         return repr(glued[0])
     return ""

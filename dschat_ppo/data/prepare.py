@@ -1,4 +1,4 @@
-"""Data sets to token rows for one training step: read, find the form, choose the step's part, hold
+"""Data sets to token rows for one training step: read, find the form, choose the step's share, hold
 out, tokenise, mix.
 
 A token row holds `prompt_ids` (list of int), `answers` (list of lists of int, each ending with its
@@ -16,7 +16,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import datasets
@@ -31,14 +31,14 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.common.stop_requests import subprocesses_may_stop
-from dschat_ppo.config.data_flags import DataFlags, StepData, Use, parse_data_split
+from dschat_ppo.config.data_flags import DataFlags, StepData, parse_data_split
 from dschat_ppo.data.cache import token_key
 from dschat_ppo.data.encode import encode_example
-from dschat_ppo.data.examples import PARTS, SPLIT_SEED, Example
+from dschat_ppo.data.examples import SHARE_OF_USE, SPLIT_SEED, Example
 from dschat_ppo.data.form_choice import FIRST_ROWS, detect_form
 from dschat_ppo.data.forms import Form, check_flags_used
-from dschat_ppo.data.parts import Raw
 from dschat_ppo.data.rows import ORIGIN, ROW, RawRows, read_splits
+from dschat_ppo.data.shards import Raw, Row
 from dschat_ppo.data.sources import (
     DataSource,
     OpenSet,
@@ -57,12 +57,8 @@ from dschat_ppo.data.streaming import (
     start_stream,
     tokens_of,
 )
-from dschat_ppo.data.token_parts import TokenPart, made_rows, tokenised
-from dschat_ppo.data.tokenise import (
-    DOING,
-    TokeniseSettings,
-    refuse_bad,
-)
+from dschat_ppo.data.token_tables import TokenTable, made_rows, tokenised
+from dschat_ppo.data.tokenise import DOING, TokeniseSettings, refuse_bad
 from dschat_ppo.errors import UserError
 
 EVAL_FLAG = "--eval_data_path"
@@ -90,12 +86,12 @@ class TokenRows:
 
 @dataclass(frozen=True)
 class PreparedSource:
-    """What one data set gives a step: token rows for training, or a stream of them, and token rows
-    for evaluation."""
+    """What one data set gives a step: tables of token rows for training, or a stream of them, and
+    tables for evaluation."""
 
     form: Form
-    train: Sequence[TokenPart] = ()
-    evaluation: Sequence[TokenPart] = ()
+    train: Sequence[TokenTable] = ()
+    evaluation: Sequence[TokenTable] = ()
     stream: StreamSource | None = None
 
 
@@ -125,15 +121,20 @@ def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
                 prepared.append(_prepare_table(source, step, tokenizer, is_only))
 
     # outside of the block: ranks read their first rows of a stream at the same time
-    check_flags_used([each.form for each in prepared], flags)
-    evaluation = [part for each in prepared for part in each.evaluation]
-    eval_rows, eval_names = joined(evaluation, [_eval_count(part, step) for part in evaluation])
-    streams = [each.stream for each in prepared if each.stream is not None]
+    check_flags_used([source.form for source in prepared], flags)
+    train = list[TokenTable]()
+    evaluation = list[TokenTable]()
+    streams = list[StreamSource]()
+    for prepared_source in prepared:
+        train += prepared_source.train
+        evaluation += prepared_source.evaluation
+        if prepared_source.stream is not None:
+            streams.append(prepared_source.stream)
+    eval_counts = [_eval_count(table, step) for table in evaluation]
+    eval_rows, eval_names = joined(evaluation, eval_counts)
     if streams:
-        names = [source.name for source in streams]
-        stream_names = tuple(dict.fromkeys(names))
+        stream_names = tuple(dict.fromkeys(stream.name for stream in streams))
         return TokenRows(start_stream(streams, step), eval_rows or None, stream_names, eval_names)
-    train = [part for each in prepared for part in each.train]
     rows, train_names = joined(train, epoch_rows(train))
     return TokenRows(rows, eval_rows or None, train_names, eval_names)
 
@@ -151,16 +152,19 @@ def _prepare_table(
     only_evaluates = _only_evaluates(source, step)
     cache = step.flags.data_output_path
     opened = open_set(source, cache)
-    groups, eval_splits = opened.chosen(whole=only_evaluates)
+    groups, eval_splits = opened.chosen(only_evaluates=only_evaluates)
     raw_rows = read_splits(opened, groups, cache)
     if step.most_rows is not None:
         raw_rows = raw_rows.select(range(min(step.most_rows, len(raw_rows))))
     raw_eval_rows = _rows_of_eval_splits(opened, eval_splits, step)
     columns = list(raw_rows.columns)
-    readable = (
-        row for row in map(raw_rows.__getitem__, range(len(raw_rows))) if isinstance(row, dict)
-    )
-    first = list(islice(readable, FIRST_ROWS))
+    first = list[Row]()
+    for index in range(len(raw_rows)):
+        row = raw_rows[index]
+        if isinstance(row, dict):
+            first.append(row)
+        if len(first) == FIRST_ROWS:
+            break
     settings = _settings_by_first_rows(source, columns, first, step, tokenizer, is_only)
 
     count = len(raw_rows)
@@ -180,7 +184,7 @@ def _prepare_table(
     if step.eval_fraction and not (only_evaluates or step.eval_paths or eval_splits):
         train_rows, held_out = hold_out(train_rows, step.eval_fraction)
     train, evaluation = tokenised(source, raw_rows, settings, train_rows, held_out)
-    evaluation += _eval_split_parts(source, eval_splits, raw_eval_rows, settings, step)
+    evaluation += _tables_of_eval_splits(source, eval_splits, raw_eval_rows, settings, step)
     return PreparedSource(settings.form, train, evaluation)
 
 
@@ -207,7 +211,7 @@ def _prepare_stream(
             f"data: {source.spec}: --eval_fraction holds no rows out of a stream; {EVAL_FLAG} FILE"
             " names rows for evaluation"
         )
-    evaluation = _eval_split_parts(source, eval_splits, raw_eval_rows, settings, step)
+    evaluation = _tables_of_eval_splits(source, eval_splits, raw_eval_rows, settings, step)
     return PreparedSource(settings.form, evaluation=evaluation, stream=stream)
 
 
@@ -231,8 +235,8 @@ def _settings_by_first_rows(
     steps agree; the form is logged."""
     if _only_evaluates(source, step):  # what only training reads is not asked of its rows
         step = replace(step, teacher_column=None, keeps_answers=False)
-    use: Use = "sft" if step.keeps_answers else step.use
     has_template = tokenizer.chat_template is not None
+    use = step.form_use
     form = detect_form(source.location, columns, first, has_template, step.flags, is_only, use)
     logger().info(f"data: {source.spec}: {form.description}")
     if form.warning:
@@ -243,19 +247,19 @@ def _settings_by_first_rows(
 def _share_of_data_split(source: DataSource, count: int, step: StepData) -> tuple[int, int]:
     """`share_of_step` by `--data_split`. `UserError` if the step gets no row."""
     data_split = step.flags.data_split
-    begin, end = share_of_step(count, parse_data_split(data_split), PARTS[step.use])
+    begin, end = share_of_step(count, parse_data_split(data_split), SHARE_OF_USE[step.use])
     if begin == end:
         raise UserError(f"{source.spec}: --data_split {data_split} leaves no row for this step")
     return begin, end
 
 
-def _eval_split_parts(
+def _tables_of_eval_splits(
     source: DataSource,
     eval_splits: list[str],
     raw_eval_rows: RawRows | None,
     settings: TokeniseSettings,
     step: StepData,
-) -> list[TokenPart]:
+) -> list[TokenTable]:
     """The token rows of `_rows_of_eval_splits`. Splits that are not read are named in the log."""
     if raw_eval_rows is not None:
         settings = replace(settings, columns=raw_eval_rows.columns)
@@ -270,66 +274,70 @@ def _eval_split_parts(
     return []
 
 
-def _eval_count(part: TokenPart, step: StepData) -> int:
-    """How many rows of a part evaluate the model. `@ROWS` of a data set that trains is about
+def _eval_count(table: TokenTable, step: StepData) -> int:
+    """How many rows of a table evaluate the model. `@ROWS` of a data set that trains is about
     training, not about the rows held out of it."""
-    if _only_evaluates(part.source, step) and part.source.samples is not None:
-        return min(len(part.order), part.source.samples)
-    return len(part.order)
+    if _only_evaluates(table.source, step) and table.source.samples is not None:
+        return min(len(table.order), table.source.samples)
+    return len(table.order)
 
 
 # Which rows of each data set a step uses, and in which order: they depend on counts and one seed
 # alone, so they are equal on every rank and after a resume.
 
 
-def share_of_step(count: int, shares: tuple[float, float, float], part: int) -> tuple[int, int]:
-    """The places in an order of `count` rows that one step uses: `part` 0 is SFT, 1 reward model, 2
-    PPO. They are disjoint and complete."""
+def share_of_step(count: int, shares: tuple[float, float, float], share: int) -> tuple[int, int]:
+    """The half-open range in an order of `count` rows that one step uses: `share` 0 is that of SFT,
+    1 of the reward model, 2 of PPO. The three ranges are disjoint and complete."""
     total = sum(shares)
-    begin = round(count * sum(shares[:part]) / total)
-    end = round(count * sum(shares[: part + 1]) / total)
+    begin = round(count * sum(shares[:share]) / total)
+    end = round(count * sum(shares[: share + 1]) / total)
     return begin, end
 
 
-def hold_out(numbers: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Split row numbers at random into (for training, held out). At least one row is held out and
+def hold_out(indices: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """Split row indices at random into (for training, held out). At least one row is held out and
     one is kept. Nothing is held out if `fraction` is 0 or there is only one row."""
-    if fraction == 0 or len(numbers) < 2:
-        return numbers, numbers[:0]
-    count = min(len(numbers) - 1, max(1, round(len(numbers) * fraction)))
-    order = torch.randperm(len(numbers), generator=shared_generator(SPLIT_SEED, _HOLD_OUT)).numpy()
-    return numbers[order[count:]], numbers[order[:count]]
+    if fraction == 0 or len(indices) < 2:
+        return indices, indices[:0]
+    count = min(len(indices) - 1, max(1, round(len(indices) * fraction)))
+    order = torch.randperm(len(indices), generator=shared_generator(SPLIT_SEED, _HOLD_OUT)).numpy()
+    return indices[order[count:]], indices[order[:count]]
 
 
-def epoch_rows(parts: Sequence[TokenPart]) -> list[int]:
-    """How many rows an epoch has of each part. Data sets with a weight share the sum of their sizes
-    in proportion to their weights, rounded so that the total is exact; `@ROWS` sets a number; of
-    all others each row is used once."""
+def epoch_rows(tables: Sequence[TokenTable]) -> list[int]:
+    """How many rows an epoch has of each table. Data sets with a weight share the sum of their
+    sizes in proportion to their weights, rounded so that the total is exact; `@ROWS` sets a number;
+    of all others each row is used once."""
     used = list[int]()
-    for part in parts:
-        samples = part.source.samples
-        used.append(len(part.order) if samples is None else samples)
-    weighted = [index for index, part in enumerate(parts) if part.source.weight is not None]
-    weights = [float(parts[index].source.weight or 0) for index in weighted]
-    total = sum(len(parts[index].order) for index in weighted)
+    weighted = list[int]()  # indices of `tables`
+    for index, table in enumerate(tables):
+        samples = table.source.samples
+        used.append(len(table.order) if samples is None else samples)
+        if table.source.weight is not None:
+            weighted.append(index)
+    weights = [float(tables[index].source.weight or 0) for index in weighted]
+    total = sum(len(tables[index].order) for index in weighted)
     before = 0
     for position, index in enumerate(weighted, start=1):
         bound = round(total * sum(weights[:position]) / sum(weights))
         used[index] = bound - before
         before = bound
-    for part, count in zip(parts, used, strict=True):
-        if len(parts) > 1 or count != len(part.order):
+    for table, count in zip(tables, used, strict=True):
+        if len(tables) > 1 or count != len(table.order):
             share = f"{count} rows of an epoch ({100 * count / sum(used):.1f} %)"
-            times = f"{count / len(part.order):.2f} times its {len(part.order)}"
-            logger().info(f"data: {part.source.spec}: {share}, {times}")
+            times = f"{count / len(table.order):.2f} times its {len(table.order)}"
+            logger().info(f"data: {table.source.spec}: {share}, {times}")
     return used
 
 
-def joined(parts: Sequence[TokenPart], counts: Sequence[int]) -> tuple[Dataset, tuple[str, ...]]:
+def joined(
+    token_tables: Sequence[TokenTable], counts: Sequence[int]
+) -> tuple[Dataset, tuple[str, ...]]:
     """Rows of several data sets, one after another.
 
     Args:
-        parts: The token rows of each.
+        token_tables: The token rows of each.
         counts: How many rows to take of each: all of them as often as they fit, then a random
             remainder in the order of the file.
 
@@ -337,23 +345,23 @@ def joined(parts: Sequence[TokenPart], counts: Sequence[int]) -> tuple[Dataset, 
         The rows, memory-mapped apart from their order and their column `source`, and the names of
         the data sets that this column numbers.
     """
-    names = tuple(dict.fromkeys(part.source.name for part in parts))
-    if not parts:
+    names = tuple(dict.fromkeys(table.source.name for table in token_tables))
+    if not token_tables:
         return Dataset.from_dict({}), names
-    tables = list[Dataset]()
+    tables_with_source = list[Dataset]()
     orders = list[np.ndarray]()
     before = 0
-    for index, (part, count) in enumerate(zip(parts, counts, strict=True)):
-        times, rest = divmod(count, max(1, len(part.order)))
-        orders += [before + part.order] * times
+    for index, (table, count) in enumerate(zip(token_tables, counts, strict=True)):
+        times, rest = divmod(count, max(1, len(table.order)))
+        orders += [before + table.order] * times
         generator = shared_generator(SPLIT_SEED, _MIX, index)
-        shuffled = torch.randperm(len(part.order), generator=generator)
-        orders.append(before + part.order[shuffled[:rest].sort().values.numpy()])
-        source = np.full(len(part.rows), names.index(part.source.name), dtype=np.int32)
-        tables.append(part.rows.add_column("source", source, feature=Value("int32")))
-        before += len(part.rows)
+        shuffled = torch.randperm(len(table.order), generator=generator)
+        orders.append(before + table.order[shuffled[:rest].sort().values.numpy()])
+        source = np.full(len(table.rows), names.index(table.source.name), dtype=np.int32)
+        tables_with_source.append(table.rows.add_column("source", source, feature=Value("int32")))
+        before += len(table.rows)
     order = np.concatenate(orders)
-    rows = datasets.concatenate_datasets(tables)
+    rows = datasets.concatenate_datasets(tables_with_source)
     if not np.array_equal(order, np.arange(len(rows))):
         rows = rows.select(order)
     return rows, names

@@ -88,7 +88,8 @@ def _check_tools(
 ) -> None:
     """Check that the template writes each tool and each call: their names are marked, because the
     plain ones may stand in other texts too."""
-    marked_messages, marked_tools = deepcopy((messages, tools))
+    marked_messages = deepcopy(messages)
+    marked_tools = deepcopy(tools)
     groups = (
         ("the tool call", functions_of(marked_messages)),
         ("the tool", functions_of([{"tool_calls": marked_tools}])),
@@ -161,31 +162,37 @@ def remarks_on(
     all_turns: bool,
 ) -> tuple[str, ...]:
     """What the owner of an example should know of it, in words that are alike for all examples.
-    `text` and `turns` are its prompt and its answers as the template renders them; `all_turns`:
-    whether earlier answers are trained too."""
+
+    Args:
+        tokenizer: Its chat template has rendered the example.
+        example: The example.
+        text: Its prompt as the template renders it.
+        turns: Its answers as the template renders them.
+        all_turns: Whether earlier answers are trained too.
+    """
     remarks = list[str]()
-    trained = [answer for answer in example.answers if isinstance(answer, dict)]
-    said = [str(message.get("content") or "") for message in trained]
-    said += [answer for answer in example.answers if isinstance(answer, str)]
-    for message, turn in zip(example.answers, turns, strict=True):
-        if isinstance(message, dict):
-            lost = _lost_thoughts(message, turn)
-        else:
-            lost = []
-        remarks += [_LOST_THOUGHTS.format(key) for key in lost]
+    trained_texts = list[str]()
+    for answer, turn in zip(example.answers, turns, strict=True):
+        if isinstance(answer, str):
+            trained_texts.append(answer)
+            continue
+        trained_texts.append(str(answer.get("content") or ""))
+        letters = "".join(turn.split())
+        for key in THOUGHTS:
+            if _thought(answer, key) not in letters:
+                remarks.append(_LOST_THOUGHTS.format(key))
     if all_turns and not isinstance(example.prompt, str):
-        earlier = [message for message in example.prompt if message["role"] == "assistant"]
-        said += [str(message.get("content") or "") for message in earlier]
-        keys = [key for message in earlier for key in THOUGHTS if _thought(message, key)]
         template = str(tokenizer.chat_template)
-        remarks += [
-            _LOST_THOUGHTS.format(key)
-            for key in keys
-            if not _writes_thoughts(tokenizer, template, key)
-        ]
+        for message in example.prompt:
+            if message["role"] != "assistant":
+                continue
+            trained_texts.append(str(message.get("content") or ""))
+            for key in THOUGHTS:
+                if _thought(message, key) and not _writes_thoughts(tokenizer, template, key):
+                    remarks.append(_LOST_THOUGHTS.format(key))
     if opens_thought(text) and any(not read_reply(turn, True).outside for turn in turns):
         remarks.append(_OPEN_THOUGHT)
-    if any(_has_python_call(content) for content in said):
+    if any(_has_python_call(content) for content in trained_texts):
         remarks.append(_PYTHON_CALL)
     return tuple(dict.fromkeys(remarks))
 
@@ -196,12 +203,6 @@ def _thought(message: Message, key: str) -> str:
     if isinstance(thought, str):
         return "".join(thought.split())
     return ""
-
-
-def _lost_thoughts(message: Message, turn: str) -> list[str]:
-    """The keys of a message with thoughts that are not in its turn."""
-    letters = "".join(turn.split())
-    return [key for key in THOUGHTS if _thought(message, key) not in letters]
 
 
 @lru_cache(maxsize=16)

@@ -16,11 +16,12 @@ from datasets import Dataset
 
 from dschat_ppo.common.stop_requests import raise_if_stop_requested
 from dschat_ppo.data.cache import cached, rows_key
-from dschat_ppo.data.parts import Part, Raw, read_part
+from dschat_ppo.data.shards import Raw, Shard, read_shard
 from dschat_ppo.data.sources import Group, OpenSet
 from dschat_ppo.errors import UserError, reading
 
-ROW, ORIGIN = "_row", "_origin"
+ROW = "_row"
+ORIGIN = "_origin"
 _COLUMNS = "columns.json"  # next to the rows in the cache
 _SCHEMA = pa.schema({ROW: pa.string(), ORIGIN: pa.string()})
 
@@ -42,58 +43,59 @@ class RawRows:
             return value
         return dict.fromkeys(self.columns) | value
 
-    def select(self, numbers: Sequence[int]) -> RawRows:
-        """The rows with these numbers."""
-        return RawRows(self.table.select(numbers), self.columns)
+    def select(self, indices: Sequence[int]) -> RawRows:
+        """The rows with these indices."""
+        return RawRows(self.table.select(indices), self.columns)
 
 
-def read_splits(found: OpenSet, groups: Sequence[Group], cache_dir: str | None) -> RawRows:
+def read_splits(opened: OpenSet, groups: Sequence[Group], cache_dir: str | None) -> RawRows:
     """The rows of groups of splits, one group after another; those of a group in the order of its
-    parts. `cache_dir` is the folder of the cache, None that of `datasets`."""
+    shards. `cache_dir` is the folder of the cache, None that of `datasets`."""
     tables = list[Dataset]()
     columns = dict[str, None]()
     for names, cut in groups:
-        stored = [_stored(part, cache_dir) for part in found.parts(names)]
-        columns |= dict.fromkeys(name for rows in stored for name in rows.columns)
-        table = datasets.concatenate_datasets([rows.table for rows in stored])
+        shard_tables = list[Dataset]()
+        for shard in opened.shards(names):
+            rows = _stored(shard, cache_dir)
+            shard_tables.append(rows.table)
+            columns |= dict.fromkeys(rows.columns)
+        table = datasets.concatenate_datasets(shard_tables)
         if cut:
-            with reading(f"{found.what}: the split '{cut}'"):
-                (place,) = datasets.ReadInstruction.from_spec(cut).to_absolute(
-                    {names[0]: len(table)}
-                )
-            if place.from_ >= place.to:
-                raise UserError(f"{found.what}: the split '{cut}' has no rows")
-            table = table.select(range(place.from_, place.to))
+            with reading(f"{opened.what}: the split '{cut}'"):
+                instruction = datasets.ReadInstruction.from_spec(cut)
+                [row_range] = instruction.to_absolute({names[0]: len(table)})
+            if row_range.from_ >= row_range.to:
+                raise UserError(f"{opened.what}: the split '{cut}' has no rows")
+            table = table.select(range(row_range.from_, row_range.to))
         tables.append(table)
     return RawRows(datasets.concatenate_datasets(tables), tuple(columns))
 
 
-def _stored(part: Part, cache_dir: str | None) -> RawRows:
-    """The rows of a part from the cache below `cache_dir`; they are read and written if they are
+def _stored(shard: Shard, cache_dir: str | None) -> RawRows:
+    """The rows of a shard from the cache below `cache_dir`; they are read and written if they are
     not there yet."""
 
     def write(folder: Path) -> None:
+        """Write the rows and their columns. `UserError` if no row is an object."""
         columns = dict[str, None]()
-        first = ""
+        first_row = ""
         path = str(folder / "rows_00000.arrow")
         with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as writer:
-            for batch in read_part(part):
+            for batch in read_shard(shard):
                 raise_if_stop_requested("prepared the data")
                 for row in batch.rows:
-                    columns.update(dict.fromkeys(row if isinstance(row, dict) else ()))
+                    if isinstance(row, dict):
+                        columns.update(dict.fromkeys(row))
                 texts = [json.dumps(row, ensure_ascii=False) for row in batch.rows]
                 writer.write_table(pa.table([texts, batch.origins], schema=_SCHEMA))
-                first = first or f"{batch.origins[0]} {batch.rows[0]}"
+                first_row = first_row or f"{batch.origins[0]} {batch.rows[0]}"
         if not columns:
-            if first:
-                problem = f"every row is bad; the first: {first}"
-            else:
-                problem = "the data set is empty"
-            raise UserError(f"{part.flag} {part.name}: {problem}")
+            problem = "the data set is empty"
+            if first_row:
+                problem = f"every row is bad; the first: {first_row}"
+            raise UserError(f"{shard.flag} {shard.name}: {problem}")
         (folder / _COLUMNS).write_text(json.dumps(list(columns)), encoding="utf-8")
 
-    table = cached(cache_dir, rows_key(part.key, part.name), write)
-    return RawRows(
-        table,
-        tuple(json.loads(Path(table.cache_files[0]["filename"]).with_name(_COLUMNS).read_bytes())),
-    )
+    table = cached(cache_dir, rows_key(shard.key, shard.name), write)
+    file_of_columns = Path(table.cache_files[0]["filename"]).with_name(_COLUMNS)
+    return RawRows(table, tuple(json.loads(file_of_columns.read_bytes())))

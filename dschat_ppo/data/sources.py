@@ -1,5 +1,6 @@
 """Data sets as flags name them, `LOCATION[:CONFIG][[SPLIT]][:WEIGHT|@ROWS]`, and where they are:
-files, folders, names on the hub. Tells their splits and the parts of these; reads no row of a file.
+files, folders, names on the hub. Tells their splits and the shards of these; reads no row of a
+file.
 
     openai/gsm8k:main[train]     a configuration and a split of a hub data set
     data.jsonl:0.3               a file with its weight in a mixture
@@ -31,7 +32,15 @@ from huggingface_hub import metadata_load
 from dschat_ppo.common.atomic_files import sync_folder
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
-from dschat_ppo.data.parts import COMPRESSED, KINDS, SUPPORTED, FilePart, Part, SetPart, file_kind
+from dschat_ppo.data.shards import (
+    COMPRESSED,
+    KINDS,
+    SUPPORTED,
+    FileShard,
+    Shard,
+    SplitShard,
+    file_kind,
+)
 from dschat_ppo.errors import UserError, nearest_path, reading
 
 # data set of DeepSpeed-Chat -> (hub name, configuration), where the hub has another name or needs a
@@ -80,16 +89,19 @@ class DataSource:
 
 def parse_sources(specs: Sequence[str], flag: str, taken: Collection[str] = ()) -> list[DataSource]:
     """The data sets that `flag` names. Their names differ from those of other flags, `taken`. The
-    longest part of each that exists on disk is its location, otherwise what stands before the first
-    mark."""
+    longest start of each that exists on disk is its location, otherwise what stands before the
+    first mark."""
     sources = list[DataSource]()
     names = set(taken)
     for spec in specs:
         text = os.path.expanduser(spec)
-        ends = [mark.start() for mark in re.finditer(r"[:@\[\]]|$", text)]
-        end = max((end for end in ends if os.path.lexists(text[:end])), default=ends[0])
-        location = text[:end]
-        ending = _ENDING.fullmatch(text, end)
+        marks = [mark.start() for mark in re.finditer(r"[:@\[\]]|$", text)]
+        end_of_location = marks[0]
+        for mark in marks:
+            if os.path.lexists(text[:mark]):
+                end_of_location = mark
+        location = text[:end_of_location]
+        ending = _ENDING.fullmatch(text, end_of_location)
         if location == "local/jsonfile":
             raise UserError(
                 f"{flag} {spec}: DeepSpeed-Chat reads data/train.json and data/eval.json under this"
@@ -110,20 +122,36 @@ def parse_sources(specs: Sequence[str], flag: str, taken: Collection[str] = ()) 
             )
         name = _unused_name(_short_name(location), names)
         names.add(name)
-        share = float(weight) if weight else None
-        samples = int(rows) if rows else None
         sources.append(
-            DataSource(shown_path(spec), flag, location, config, split, name, share, samples)
+            DataSource(
+                shown_path(spec),
+                flag,
+                location,
+                config,
+                split,
+                name,
+                weight=float(weight) if weight else None,
+                samples=int(rows) if rows else None,
+            )
         )
-    without_rows = [source for source in sources if source.samples is None]  # of `@ROWS`
-    weighted = [source.spec for source in without_rows if source.weight is not None]
-    bare = [source.spec for source in without_rows if source.weight is None]
+    _refuse_mixed_weights(flag, sources)
+    return sources
+
+
+def _refuse_mixed_weights(flag: str, sources: Sequence[DataSource]) -> None:
+    """Refuse weights of some data sets where others have neither a weight nor a number of rows."""
+    weighted = list[str]()
+    bare = list[str]()
+    for source in sources:
+        if source.weight is not None:
+            weighted.append(source.spec)
+        elif source.samples is None:
+            bare.append(source.spec)
     if weighted and bare:
         raise UserError(
             f"{flag}: '{weighted[0]}' has a weight and '{bare[0]}' has none; give each data set a"
             " weight (:WEIGHT) or a number of rows (@ROWS), or none of them a weight"
         )
-    return sources
 
 
 def parse_unweighted(specs: Sequence[str], flag: str) -> list[DataSource]:
@@ -160,7 +188,10 @@ def _unused_name(name: str, taken: Collection[str]) -> str:
     """The name, or if that is taken, the name with the first number from 2 on that makes it new."""
     if name not in taken:
         return name
-    return next(word for word in (f"{name}_{n}" for n in count(2)) if word not in taken)
+    for suffix in count(2):
+        if f"{name}_{suffix}" not in taken:
+            break
+    return f"{name}_{suffix}"
 
 
 # What is there
@@ -172,47 +203,49 @@ Group = tuple[list[str], str]
 
 @dataclass(frozen=True)
 class OpenSet:
-    """A data set whose splits are known and not read yet, with the parts of each. A file may be in
+    """A data set whose splits are known and not read yet, with the shards of each. A file may be in
     several splits."""
 
     source: DataSource
-    splits: Mapping[str, Sequence[Part]]
+    splits: Mapping[str, Sequence[Shard]]
 
     @property
     def what(self) -> str:
         """The data set with its flag, for messages."""
         return f"{self.source.flag} {self.source.location}"
 
-    def parts(self, names: Sequence[str]) -> list[Part]:
-        """The parts of these splits once each, files in the order of their paths. Refuses files
+    def shards(self, names: Sequence[str]) -> list[Shard]:
+        """The shards of these splits once each, files in the order of their paths. Refuses files
         that hold no data."""
-        unique = dict.fromkeys(part for name in names for part in self.splits[name])
-        for part in unique:
-            if isinstance(part, FilePart):
-                part.check()
-        return sorted(unique, key=lambda part: part.name if isinstance(part, FilePart) else "")
+        unique = dict[Shard, None]()
+        for name in names:
+            unique |= dict.fromkeys(self.splits[name])
+        for shard in unique:
+            if isinstance(shard, FileShard):
+                shard.check()
+        return sorted(unique, key=lambda shard: shard.name if isinstance(shard, FileShard) else "")
 
-    def chosen(self, whole: bool = False) -> tuple[list[Group], list[str]]:
+    def chosen(self, only_evaluates: bool = False) -> tuple[list[Group], list[str]]:
         """(the splits for training, those for evaluation). The hub gives at most one for
-        evaluation. With `whole`, for evaluation, the split that the source names or else all are
+        evaluation. With `only_evaluates` the split that the source names or else all are
         read as those for training; a hub data set with several must name one."""
         names = list(self.splits)
         named = self.source.split
         for_eval = [name for name in names if is_eval(name)]
         if named is not None:
             cuts = self.cuts(named)
-            used = [name for (name,), _ in cuts]
+            used = [names_of_cut[0] for names_of_cut, _ in cuts]
             ending = used[0].removeprefix(TRAIN)  # rows of `test_sft` evaluate `train_sft`
             for_eval = [name for name in for_eval if name not in used and name.endswith(ending)]
         else:
             splits = [name for name in names if not is_eval(name)]
             if TRAIN in names:
                 splits = [TRAIN]
-            if whole:
+            if only_evaluates:
                 splits = names
-            if len(splits) != 1 and not (whole and not is_hub_name(self.source.location)):
+            if len(splits) != 1 and not (only_evaluates and not is_hub_name(self.source.location)):
                 config = f":{self.source.config}" if self.source.config else ""
-                choice = names[-1] if whole else (splits or names)[0]
+                choice = names[-1] if only_evaluates else (splits or names)[0]
                 example = f"{self.source.location}{config}[{choice}]"
                 raise UserError(
                     f"{self.what}: has the splits {', '.join(names)}; choose one, as in {example}"
@@ -223,13 +256,13 @@ class OpenSet:
                     f"data: {self.source.spec}: all its splits are used for evaluation:"
                     f" {', '.join(names)}"
                 )
-        if whole:
+        if only_evaluates:
             return cuts, []
         if is_hub_name(self.source.location):
             for_eval = for_eval[:1]
         files = set[Path]()
         for name in for_eval:
-            files |= {part.path for part in self.splits[name] if isinstance(part, FilePart)}
+            files |= {shard.path for shard in self.splits[name] if isinstance(shard, FileShard)}
         if files:  # their names make them so
             paths = ", ".join(path.name for path in sorted(files))
             logger().info(f"data: {self.source.spec}: files for evaluation: {shorten(paths, 300)}")
@@ -254,7 +287,7 @@ def is_eval(split: str) -> bool:
 
 
 def open_set(source: DataSource, cache_dir: str | None, streaming: bool = False) -> OpenSet:
-    """Find the parts of a data set. With `streaming` a hub data set is not downloaded."""
+    """Find the shards of a data set. With `streaming` a hub data set is not downloaded."""
     what = f"{source.flag} {source.location}"
     path = Path(source.location)
     config = source.config
@@ -269,19 +302,19 @@ def open_set(source: DataSource, cache_dir: str | None, streaming: bool = False)
             raise UserError(
                 f"{what}: a file has no configuration '{config}'; supported files: {SUPPORTED}"
             )
-        return OpenSet(source, {TRAIN: [FilePart(path, source.flag)]})
-    folder = path / config if config else path
-    several_splits = (folder / "dataset_dict.json").is_file()
-    one_table = all((folder / name).is_file() for name in ("state.json", "dataset_info.json"))
-    if several_splits or one_table:
+        return OpenSet(source, {TRAIN: [FileShard(path, source.flag)]})
+    folder = path / (config or "")
+    has_splits = (folder / "dataset_dict.json").is_file()
+    is_table = all((folder / name).is_file() for name in ("state.json", "dataset_info.json"))
+    if has_splits or is_table:
         with reading(f"{what}: cannot be read as a folder of save_to_disk"):
             saved = datasets.load_from_disk(str(folder))
         if isinstance(saved, Dataset):
             saved = {TRAIN: saved}
         return _splits(source, saved, str(folder), "")
-    splits = dict[str, list[Part]]()
+    splits = dict[str, list[Shard]]()
     for split, files in split_files(path, config, what, cache_dir).items():
-        splits[split] = [FilePart(file, source.flag) for file in files]
+        splits[split] = [FileShard(file, source.flag) for file in files]
     return OpenSet(source, splits)
 
 
@@ -292,10 +325,10 @@ def _splits(
     revision: str,
 ) -> OpenSet:
     """A data set that `datasets` gives; tables without rows do not count."""
-    splits = dict[str, list[Part]]()
+    splits = dict[str, list[Shard]]()
     for split, rows in rows_of_splits.items():
         if not isinstance(rows, Dataset) or len(rows):
-            splits[str(split)] = [SetPart(f"{name} ({split})", source.flag, rows, revision)]
+            splits[str(split)] = [SplitShard(f"{name} ({split})", source.flag, rows, revision)]
     if not splits:
         raise UserError(f"{source.flag} {source.location}: has no split with rows")
     return OpenSet(source, splits)
@@ -304,8 +337,8 @@ def _splits(
 def _hub_set(source: DataSource, cache_dir: str | None, streaming: bool) -> OpenSet:
     """A data set of the hub, through the cache of `datasets` in a folder (None: its own), or read
     from the hub row by row."""
-    name, usual = HUB_NAMES.get(source.location, (source.location, None))
-    config = source.config or usual
+    name, usual_config = HUB_NAMES.get(source.location, (source.location, None))
+    config = source.config or usual_config
     revision = ""
     wrong = (
         f"no such file or folder{nearest_path(name)}, nor a data set of the hub that can be read"
@@ -380,7 +413,8 @@ def _split_of(path: Path) -> str:
     shard = re.match(r"(.+?)-\d{5}-of-\d{5}", stem)
     if shard:
         return shard[1]
-    names = (stem, *reversed(path.parts[:-1]))
-    return next(
-        (word for name in names for word in EVAL_NAMES if name.lower().startswith(word)), TRAIN
-    )
+    for name in (stem, *reversed(path.parts[:-1])):
+        for word in EVAL_NAMES:
+            if name.lower().startswith(word):
+                return word
+    return TRAIN

@@ -34,7 +34,7 @@ from dschat_ppo.common.stop_requests import raise_if_stop_requested, reset
 from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.data.examples import SPLIT_SEED
 from dschat_ppo.data.form_choice import FIRST_ROWS
-from dschat_ppo.data.parts import Batch, Part, Raw, Row, read_part
+from dschat_ppo.data.shards import Batch, Raw, Row, Shard, read_shard
 from dschat_ppo.data.sources import Group, OpenSet
 from dschat_ppo.data.tokenise import (
     DOING,
@@ -49,12 +49,15 @@ from dschat_ppo.errors import UserError
 CHUNK_ROWS = 20_000  # token rows that are shuffled together
 SPLIT_ROWS = 1000  # raw rows that `--data_split` divides at a time
 ALL = (0, SPLIT_ROWS)  # the share of a step that uses all of them
-READ, UNUSABLE = "raw rows", "that cannot be used"
+# what the log counts, beside the words of `Fitted`
+READ = "raw rows"
+UNUSABLE = "that cannot be used"
 NOTHING = "without a sample for this step (as bad answers in SFT)"
 _SPLIT_USE = 2  # separates these draws from others with `SPLIT_SEED`
 Tokens = tuple[list[Row], Counter[str], str]
 Position = dict[str, Any]  # of numbers, texts, lists and dicts, which every checkpoint can hold
-START: Position = {"part": 0, "number": 0, "place": None}  # before the first raw row of a data set
+# before the first raw row of a data set
+START: Position = {"shard": 0, "row_index": 0, "offset": None}
 
 
 # Raw rows
@@ -64,20 +67,19 @@ START: Position = {"part": 0, "number": 0, "place": None}  # before the first ra
 def offsets_of_step(share: tuple[int, int], block: int) -> frozenset[int]:
     """The offsets in a block of `SPLIT_ROWS` raw rows that belong to a step: those from `share[0]`
     to `share[1]` of a random order, which every step and run sees alike."""
-    order = torch.randperm(
-        SPLIT_ROWS, generator=shared_generator(SPLIT_SEED, _SPLIT_USE, block)
-    ).tolist()
+    generator = shared_generator(SPLIT_SEED, _SPLIT_USE, block)
+    order = torch.randperm(SPLIT_ROWS, generator=generator).tolist()
     return frozenset(order[slice(*share)])
 
 
 def raw_batches(
-    parts: Sequence[Part], share: tuple[int, int], position: Position = START
+    shards: Sequence[Shard], share: tuple[int, int], position: Position = START
 ) -> Iterator[Batch]:
-    """The raw rows of a step from `position` on; `place` is the position after them."""
-    row_index = position["number"]
-    place_in_part = position["place"]
-    for part_index in range(position["part"], len(parts)):
-        for batch in read_part(parts[part_index], place_in_part):
+    """The raw rows of a step from `position` on; the `end` of a batch is the position after it."""
+    row_index = position["row_index"]
+    offset_in_shard = position["offset"]
+    for shard_index in range(position["shard"], len(shards)):
+        for batch in read_shard(shards[shard_index], offset_in_shard):
             origins = list[str]()
             rows = list[Raw]()
             for origin, row in zip(batch.origins, batch.rows, strict=True):
@@ -86,9 +88,9 @@ def raw_batches(
                     origins.append(origin)
                     rows.append(row)
                 row_index += 1
-            after = {"part": part_index, "number": row_index, "place": batch.place}
+            after = {"shard": shard_index, "row_index": row_index, "offset": batch.end}
             yield Batch(origins, rows, after)
-        place_in_part = None
+        offset_in_shard = None
 
 
 # Token rows
@@ -100,8 +102,8 @@ class StreamSource:
 
     name: str
     weight: float  # its share of the rows, relative to the other data sets
-    parts: Sequence[Part]
-    share: tuple[int, int]  # see `raw_batches`
+    shards: Sequence[Shard]
+    share: tuple[int, int]  # see `offsets_of_step`
     # raw rows -> token rows that are kept, counts of what was done for the log (of `UNUSABLE` rows
     # too), and what is wrong with the first bad row, or ""; `UserError` for a row that ends the run
     tokenise: Callable[[Batch], Tokens]
@@ -120,7 +122,8 @@ class Chunk:
 
 
 def start_of(sources: Sequence[StreamSource]) -> Position:
-    """The position before the first token row of a stream."""
+    """The position before the first token row of a stream: for each source that of its `Reader`,
+    and how many token rows are taken from it."""
     return {
         "sources": [{"before": START, "used": 0} for _ in sources],
         "taken": [0 for _ in sources],
@@ -128,31 +131,37 @@ def start_of(sources: Sequence[StreamSource]) -> Position:
 
 
 class Reader:
-    """Reads one data set of a stream. `place` is behind the token row that it gave last: the
-    position before a batch of raw rows, and how many token rows from there on are used; reading
-    from there may divide the rows into other batches. `counts` and `problem`, the first one, are
-    about the batches since the last chunk."""
+    """Reads one data set of a stream.
 
-    def __init__(self, source: StreamSource, place: Position):
+    Attributes:
+        source: The data set.
+        position: Behind the token row that it gave last: the position `before` a batch of raw rows,
+            and how many token rows from there on are `used`. Reading from there may divide the raw
+            rows into other batches.
+        counts: What was done to the raw rows since the last chunk.
+        problem: What is wrong with the first bad row since then, or "".
+    """
+
+    def __init__(self, source: StreamSource, position: Position):
         self.source = source
-        self.place = place
+        self.position = position
         self.counts = Counter[str]()
         self.problem = ""
 
     def rows(self) -> Iterator[Row | None]:
         """Token rows, and None before those of each batch of raw rows."""
-        before = self.place["before"]
-        used = self.place["used"]
-        for batch in raw_batches(self.source.parts, self.source.share, before):
+        before = self.position["before"]
+        used = self.position["used"]
+        for batch in raw_batches(self.source.shards, self.source.share, before):
             rows, counts, problem = self.source.tokenise(batch)
             if not used:  # otherwise a chunk before has counted the rows
                 self.counts += counts + Counter({READ: len(batch.rows)})
                 self.problem = self.problem or problem
             yield None
             for offset in range(used, len(rows)):
-                self.place = {"before": before, "used": offset + 1}
+                self.position = {"before": before, "used": offset + 1}
                 yield rows[offset]
-            before = batch.place
+            before = batch.end
             used = max(0, used - len(rows))
 
 
@@ -163,16 +172,16 @@ def chunks(
     first: int,
     position: Position,
 ) -> Iterator[Chunk | None]:
-    """The chunks of a stream of `num_rows` token rows from `first` on, where `position` is; None
-    after each batch of raw rows, so that a rank that waits sees progress.
+    """The chunks of a stream of `num_rows` token rows from chunk `first` on, where `position` is;
+    None after each batch of raw rows, so that a rank that waits sees progress.
 
     With several sources, each row comes from the source that lacks most to its share of the rows so
     far. `UserError` if a source has no further row, or `--bad_rows` refuses the bad rows of a
     chunk.
     """
     readers = list[Reader]()
-    for source, place in zip(sources, position["sources"], strict=True):
-        readers.append(Reader(source, place))
+    for source, position_in_source in zip(sources, position["sources"], strict=True):
+        readers.append(Reader(source, position_in_source))
     token_rows = [reader.rows() for reader in readers]
     weights = [source.weight for source in sources]
     taken = list(position["taken"])
@@ -224,7 +233,7 @@ def _chunk(
     """The chunk that ends with row `last_index` of the stream. `taken`: how many token rows of each
     source are used up to there."""
     table = InMemoryTable(pa.Table.from_pylist(rows, features.arrow_schema))
-    after = {"sources": [reader.place for reader in readers], "taken": list(taken)}
+    after = {"sources": [reader.position for reader in readers], "taken": list(taken)}
     counts = Counter[str]()
     for reader in readers:
         counts += reader.counts
@@ -387,8 +396,8 @@ def rows_at_hand(rows: Dataset | StreamedRows) -> Dataset:
 # From the flags to a stream
 
 
-def first_rows(opened: OpenSet, groups: Sequence[Group]) -> tuple[list[Part], list[Row]]:
-    """The parts of a data set whose training rows are streamed, in order, and its first rows that
+def first_rows(opened: OpenSet, groups: Sequence[Group]) -> tuple[list[Shard], list[Row]]:
+    """The shards of a data set whose training rows are streamed, in order, and its first rows that
     can be read. Refuses what needs all rows: a number of them, or a slice."""
     source = opened.source
     names, cut = groups[0]
@@ -397,10 +406,10 @@ def first_rows(opened: OpenSet, groups: Sequence[Group]) -> tuple[list[Part], li
         raise UserError(f"{source.flag} {source.spec}: @ROWS needs all rows, so {way}")
     if cut or len(groups) > 1:
         raise UserError(f"{opened.what}: --streaming reads whole splits, not '{source.split}'")
-    parts = opened.parts(names)
+    shards = opened.shards(names)
     first = list[Row]()
     reason = "the data set is empty"
-    for batch in raw_batches(parts, ALL):
+    for batch in raw_batches(shards, ALL):
         first += [row for row in batch.rows if isinstance(row, dict)]
         if len(first) >= FIRST_ROWS:
             break
@@ -408,7 +417,7 @@ def first_rows(opened: OpenSet, groups: Sequence[Group]) -> tuple[list[Part], li
             reason = f"none of its rows can be read; the first: {batch.origins[0]} {batch.rows[0]}"
     if not first:
         raise UserError(f"{source.flag} {source.spec}: {reason}")
-    return parts, first[:FIRST_ROWS]
+    return shards, first[:FIRST_ROWS]
 
 
 def start_stream(sources: list[StreamSource], step: StepData) -> StreamedRows:
@@ -419,7 +428,7 @@ def start_stream(sources: list[StreamSource], step: StepData) -> StreamedRows:
             "data: stream: each row comes from one of several data sets in the proportion"
             f" {weights}"
         )
-    content = "\0".join(part.content for source in sources for part in source.parts)
+    content = "\0".join(shard.content for source in sources for shard in source.shards)
     features = Features({**features_of(step), "source": Value("int32")})
     identity = hashlib.sha256(content.encode()).hexdigest()
     rows = StreamedRows(sources, step.flags.streaming_rows or 0, features, identity)
@@ -432,11 +441,14 @@ def tokens_of(batch: Batch, settings: TokeniseSettings) -> Tokens:
     """See `StreamSource.tokenise`."""
     token_rows = tokenise_batch(batch.rows, batch.origins, settings)
     names = list(features_of(settings.step))
-    rows_with_tokens = {token_row["row_index"] for token_row in token_rows}
+    served_rows = {token_row["row_index"] for token_row in token_rows}
     counts = Counter[str]()
+    remarks = Counter[str]()
     problems = list[str]()
     rows_of_step = list[Row]()
     for token_row in token_rows:
+        if token_row.get("remark"):
+            remarks.update(token_row["remark"].split("\n"))
         outcome = Fitted(token_row["fitted"])
         if outcome == Fitted.UNUSABLE:
             problems.append(token_row["problem"])
@@ -444,10 +456,7 @@ def tokens_of(batch: Batch, settings: TokeniseSettings) -> Tokens:
         counts[outcome.words] += 1
         if outcome != Fitted.DROPPED:
             rows_of_step.append({name: token_row[name] for name in names})
-    further = Counter({NOTHING: len(batch.rows) - len(rows_with_tokens), UNUSABLE: len(problems)})
-    for token_row in token_rows:
-        if token_row.get("remark"):
-            further.update(token_row["remark"].split("\n"))
     first_problem = problems[0] if problems else ""
+    left_out = Counter({NOTHING: len(batch.rows) - len(served_rows), UNUSABLE: len(problems)})
     # a sum of counters leaves out what was never counted
-    return rows_of_step, counts + further, first_problem
+    return rows_of_step, counts + left_out + remarks, first_problem

@@ -31,17 +31,15 @@ OTHER_ROW, REF_LOGPROBS = "other_row", "ref_logprobs"
 def sample_tokens(rows: Dataset) -> np.ndarray:
     """Tokens of each sample, (n,) int64: of its answers, and of the prompt once for each of
     them."""
-    found = [np.zeros(0, dtype=np.int64)]
-    for part in rows.select_columns(["prompt_ids", "answers"]).with_format("arrow").iter(_CHUNK):
-        prompts = pc.list_value_length(part["prompt_ids"]).to_numpy()
-        answers = (
-            pc.list_value_length(pc.list_flatten(part["answers"]))
-            .to_numpy()
-            .reshape(len(prompts), -1)
-        )
+    tokens = [np.zeros(0, dtype=np.int64)]
+    tables = rows.select_columns(["prompt_ids", "answers"]).with_format("arrow").iter(_CHUNK)
+    for table in tables:
+        prompt_lengths = pc.list_value_length(table["prompt_ids"]).to_numpy()
+        flat_lengths = pc.list_value_length(pc.list_flatten(table["answers"])).to_numpy()
         # every row has equally many answers
-        found.append(answers.sum(axis=1) + prompts * answers.shape[1])
-    return np.concatenate(found).astype(np.int64)
+        answer_lengths = flat_lengths.reshape(len(prompt_lengths), -1)
+        tokens.append(answer_lengths.sum(axis=1) + prompt_lengths * answer_lengths.shape[1])
+    return np.concatenate(tokens).astype(np.int64)
 
 
 def pack(tokens: np.ndarray, capacity: int, order: Sequence[int]) -> list[list[int]]:
@@ -52,24 +50,24 @@ def pack(tokens: np.ndarray, capacity: int, order: Sequence[int]) -> list[list[i
     1974)."""
     shuffled = np.asarray(order, dtype=np.int64)
     by_length = shuffled[np.argsort(-tokens[shuffled], kind="stable")]
-    packed: list[list[int]] = []
-    # of the packed rows with room: its tokens, rising, and their numbers
+    packed = list[list[int]]()
+    # the packed rows that have room: the tokens that fit into each, rising, and their indices
     rooms = list[int]()
-    rows = list[int]()
+    rows_with_room = list[int]()
     for sample, size in zip(by_length.tolist(), tokens[by_length].tolist(), strict=True):
-        place = bisect_left(rooms, size)
-        if place < len(rooms):
-            room = rooms.pop(place)
-            row = rows.pop(place)
+        fullest = bisect_left(rooms, size)
+        if fullest < len(rooms):
+            room = rooms.pop(fullest)
+            row = rows_with_room.pop(fullest)
         else:
             room = capacity
             row = len(packed)
             packed.append([])
         packed[row].append(sample)
         if room > size:
-            place = bisect_left(rooms, room - size)
-            rooms.insert(place, room - size)
-            rows.insert(place, row)
+            position = bisect_left(rooms, room - size)
+            rooms.insert(position, room - size)
+            rows_with_room.insert(position, row)
     return packed
 
 
@@ -86,7 +84,7 @@ class PackingPlan:
         seed and epoch."""
         packed = pack(self.tokens, self.capacity, epoch_order(len(self.tokens), seed, epoch))
         order = torch.randperm(len(packed), generator=shared_generator(seed, epoch, PACKING))
-        return [packed[number] for number in order.tolist()]
+        return [packed[index] for index in order.tolist()]
 
 
 def plan_packing(rows: Dataset, max_seq_len: int) -> PackingPlan:
@@ -97,11 +95,14 @@ def plan_packing(rows: Dataset, max_seq_len: int) -> PackingPlan:
     return PackingPlan(tokens, capacity, len(pack(tokens, capacity, range(len(tokens)))))
 
 
-def samples_of(packed: list[list[int]], numbers: Sequence[int]) -> list[int]:
-    """The samples of the packed rows `numbers`; one `PADDING_ROW` if all of these are padding."""
-    return [s for number in numbers if number != PADDING_ROW for s in packed[number]] or [
-        PADDING_ROW
-    ]
+def samples_of(packed: list[list[int]], indices: Sequence[int]) -> list[int]:
+    """The samples of the packed rows with these indices; one `PADDING_ROW` if all of these are
+    padding."""
+    samples = list[int]()
+    for index in indices:
+        if index != PADDING_ROW:
+            samples += packed[index]
+    return samples or [PADDING_ROW]
 
 
 @dataclass(frozen=True)
@@ -153,12 +154,14 @@ def collate_pairs(rows: Dataset, indices: Sequence[int], pad_id: int) -> PairBat
     """Each prompt once with its chosen and once with its rejected answer, and what
     `with_references` added."""
     records, real = rows_at(rows, indices)
-    answers = [r["answers"][side] for side in (0, 1) for r in records]
-    ids, lengths, mask = answered(records * 2, answers, real.repeat(2), pad_id)
-    margin = torch.tensor([r["margin"] for r in records])
-    reference = column(records, REF_LOGPROBS, torch.float64)
-    flat = None if reference is None else reference.T.flatten()
-    return PairBatch(ids, lengths, mask, real, margin, column(records, "source"), flat)
+    chosen = [record["answers"][0] for record in records]
+    rejected = [record["answers"][1] for record in records]
+    ids, lengths, mask = answered(records * 2, chosen + rejected, real.repeat(2), pad_id)
+    margin = torch.tensor([record["margin"] for record in records])
+    ref_logprobs = column(records, REF_LOGPROBS, torch.float64)
+    if ref_logprobs is not None:
+        ref_logprobs = ref_logprobs.T.flatten()  # (B, 2): all chosen answers first
+    return PairBatch(ids, lengths, mask, real, margin, column(records, "source"), ref_logprobs)
 
 
 def collate_labelled(
@@ -168,17 +171,23 @@ def collate_labelled(
     `other_row`, which is cut at its end where the mismatched row would exceed `max_seq_len`
     tokens."""
     records, real = rows_at(rows, indices)
-    ids, lengths, mask = answered(records, [r["answers"][0] for r in records], real, pad_id)
-    rooms = [max(1, max_seq_len - len(r["prompt_ids"])) for r in records]
-    borrowed = [
-        rows[r[OTHER_ROW]]["answers"][0][:room] for r, room in zip(records, rooms, strict=True)
-    ]
+    answers = [record["answers"][0] for record in records]
+    ids, lengths, mask = answered(records, answers, real, pad_id)
+    borrowed = list[list[int]]()
+    for record in records:
+        room = max(1, max_seq_len - len(record["prompt_ids"]))
+        borrowed.append(rows[record[OTHER_ROW]]["answers"][0][:room])
     other_ids, _, other_mask = answered(records, borrowed, real, pad_id)
-    desirable = torch.tensor([r["label"] > 0.5 for r in records])
-    sources = column(records, "source")
-    reference = column(records, REF_LOGPROBS, torch.float64)
     return LabelledBatch(
-        ids, mask, desirable, real, other_ids, other_mask, lengths, sources, reference
+        ids,
+        mask,
+        desirable=torch.tensor([record["label"] > 0.5 for record in records]),
+        row_mask=real,
+        other_ids=other_ids,
+        other_mask=other_mask,
+        lengths=lengths,
+        data_sources=column(records, "source"),
+        ref_logprobs=column(records, REF_LOGPROBS, torch.float64),
     )
 
 
@@ -186,7 +195,8 @@ def collate_steps(rows: Dataset, indices: Sequence[int], pad_id: int) -> StepBat
     """Each prompt and its answer as one row, with the labels at the columns `step_ends` of the
     answer."""
     records, real = rows_at(rows, indices)
-    ids, lengths, _ = answered(records, [r["answers"][0] for r in records], real, pad_id)
+    answers = [record["answers"][0] for record in records]
+    ids, lengths, _ = answered(records, answers, real, pad_id)
     mask = torch.zeros(ids.shape, dtype=torch.bool)
     labels = torch.zeros(ids.shape)
     for row, (record, is_real) in enumerate(zip(records, real, strict=True)):

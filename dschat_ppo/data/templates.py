@@ -16,7 +16,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from jinja2 import meta
@@ -29,7 +29,8 @@ from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.examples import THOUGHTS, Message, Messages, functions_of
 from dschat_ppo.errors import UserError, reading
 
-FLAG, VARIABLES_FLAG = "--chat_template", "--chat_template_kwargs"
+FLAG = "--chat_template"
+VARIABLES_FLAG = "--chat_template_kwargs"
 # Variables and functions that each rendering has.
 _GIVEN = {
     "messages",
@@ -72,12 +73,14 @@ def with_template_flags(
         tokenizer.chat_template = template_of_file(flags.chat_template)
         logger().info(f"chat template: {flags.chat_template}")
     variables = flags.template_variables
-    found = tokenizer.chat_template
     if variables:
-        if not isinstance(found, str):  # some have several, such as "default" and "tool_use"
-            number = "several chat templates" if found else "no chat template"
-            raise UserError(f"{VARIABLES_FLAG}: the tokenizer has {number}; give one with {FLAG}")
-        tokenizer.chat_template = with_variables(found, variables)
+        template = tokenizer.chat_template
+        if not isinstance(template, str):
+            has = "no chat template"
+            if template:  # a dict, as of "default" and "tool_use"
+                has = "several chat templates"
+            raise UserError(f"{VARIABLES_FLAG}: the tokenizer has {has}; give one with {FLAG}")
+        tokenizer.chat_template = with_variables(template, variables)
         logger().info(f"chat template: {flags.chat_template_kwargs} ({VARIABLES_FLAG})")
     return tokenizer
 
@@ -88,23 +91,29 @@ def named_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
     BOS before plain text."""
     end = NAMED[name]
     has_end = end in tokenizer.get_vocab()
-    begins = tokenizer.bos_token is not None and tokenizer("a")["input_ids"][:1] == [
-        tokenizer.bos_token_id
-    ]
-    head = f"{{%- set start = {'bos_token' if begins else repr('')} %}}\n"
-    head += f"{{%- set end_of_turn = {repr(end) if has_end else 'eos_token'} %}}\n"
-    logger().info(
-        f"chat template: {name}; turns end with {end if has_end else tokenizer.eos_token}"
-    )
+    start_in_jinja = "''"
+    if tokenizer.bos_token is not None:
+        first_ids = tokenizer("a")["input_ids"][:1]
+        if first_ids == [tokenizer.bos_token_id]:
+            start_in_jinja = "bos_token"
+    end_in_jinja = "eos_token"
+    end_in_log = tokenizer.eos_token
+    if has_end:
+        end_in_jinja = repr(end)
+        end_in_log = end
+    logger().info(f"chat template: {name}; turns end with {end_in_log}")
     if end and not has_end:
-        note = (
-            f"the tokenizer has no token {end}; other tokens of the template become several tokens"
-            " of plain text too"
+        logger().warning(
+            f"{FLAG} {name}: the tokenizer has no token {end}; other tokens of the template become"
+            " several tokens of plain text too"
         )
-        logger().warning(f"{FLAG} {name}: {note}")
     checks = _TEXTS.joinpath("checks.jinja").read_text(encoding="utf-8")
     text = _TEXTS.joinpath(f"{name}.jinja").read_text(encoding="utf-8")
-    return head + checks.replace("NAME", name) + text
+    return (
+        f"{{%- set start = {start_in_jinja} %}}\n"
+        f"{{%- set end_of_turn = {end_in_jinja} %}}\n"
+        f"{checks.replace('NAME', name)}{text}"
+    )
 
 
 def template_of_file(name: str) -> str:
@@ -135,25 +144,22 @@ def with_variables(template: str, variables: dict[str, Any]) -> str:
     """The Jinja text that sets `variables` first and otherwise renders as before. Values that an
     earlier call has set under the same names are replaced. A name that the template does not read
     is refused."""
+    any_line = _BAKED.format("[A-Za-z_0-9]+")
     for name in variables:
-        others = _BAKED.format("[A-Za-z_0-9]+")
-        template = re.sub(rf"\A((?:{others})*?){_BAKED.format(re.escape(name))}", r"\1", template)
+        line = _BAKED.format(re.escape(name))
+        template = re.sub(rf"\A((?:{any_line})*?){line}", r"\1", template)
     readable = variables_read(template)
     for name in variables:
         if name not in readable:
-            if readable:
-                known = f"it reads {', '.join(sorted(readable))}"
-            else:
-                known = "it reads none"
+            known = ", ".join(sorted(readable)) or "none"
             raise UserError(
-                f"{VARIABLES_FLAG}: the chat template reads no variable '{name}' of yours; {known}"
+                f"{VARIABLES_FLAG}: the chat template reads no variable '{name}' of yours; it reads"
+                f" {known}"
             )
     # Python writes values as Jinja reads them, on one line. In transformers' Jinja the line break
     # after a block is no output, and what follows starts a line, as before.
-    return (
-        "".join(f"{{%- set {name} = {value!r} %}}\n" for name, value in variables.items())
-        + template
-    )
+    lines = [f"{{%- set {name} = {value!r} %}}\n" for name, value in variables.items()]
+    return "".join(lines) + template
 
 
 # Messages as text
@@ -162,12 +168,12 @@ def with_variables(template: str, variables: dict[str, Any]) -> str:
 @dataclass(frozen=True)
 class TurnEnd:
     """The text that a chat template renders after an answer: `kept + dropped`. If the template has
-    no end-of-turn token, `kept` is empty and `token` is the tokenizer's EOS."""
+    no end-of-turn token, `kept` is empty and `token_id` is the tokenizer's EOS."""
 
     kept: str  # ends with the end-of-turn token, and belongs to the answer
     # before which generation stops, such as the line break after ChatML's `<|im_end|>`
     dropped: str
-    token: int  # id of the end-of-turn token
+    token_id: int  # of the end-of-turn token
     # in place of `kept` where another message follows, up to and including its first added token:
     # `<|end|>` for gpt-oss, the next turn's `<|user|>` for GLM; "" if that is `kept` too
     earlier: str = ""
@@ -186,51 +192,68 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
 def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int) -> TurnEnd:
     """Cached: every answer needs it. `template` and `eos_id` are arguments because a tokenizer can
     change, and the result depends on both."""
-    closing = opening = before = between = earlier = ""
-    ask: Message = {"role": "user", "content": "A question."}
-    talk: Messages = [ask, {"role": "assistant", "content": _EXAMPLE}]
+    closing = ""  # what the template renders after the last answer
+    opening = ""  # the question, and what precedes the answer to it
+    before = ""  # what precedes an earlier answer
+    between = ""  # what follows it, with a second question
+    question: Message = {"role": "user", "content": "A question."}
+    talk: Messages = [question, {"role": "assistant", "content": _EXAMPLE}]
     # no template, or it rejects the example; it may still accept the rows
     with suppress(UserError):
         closing = render(tokenizer, talk, open_answer=False).partition(_EXAMPLE)[2]
-        opening = render(tokenizer, [ask], open_answer=True)
-        before, _, between = render(tokenizer, [*talk, ask], open_answer=True).partition(_EXAMPLE)
-    added = [entry for entry in _added_tokens(tokenizer) if entry[0] in closing]
-    token, number, _ = min(
-        added, key=lambda a: (not a[2], closing.index(a[0]), -len(a[0])), default=("", eos_id, True)
-    )
-    kept, _, dropped = closing.partition(token) if token else ("", "", closing)
-    kept += token
-    if not (kept and between.startswith(kept)):
+        opening = render(tokenizer, [question], open_answer=True)
+        asked_again = render(tokenizer, [*talk, question], open_answer=True)
+        before, _, between = asked_again.partition(_EXAMPLE)
+    tokens = [token for token in _added_tokens(tokenizer) if token.text in closing]
+    kept_text = ""
+    dropped_text = closing
+    token_id = eos_id
+    if tokens:
+        # special ones first, of these the first in the text, of these the longest
+        end = min(
+            tokens,
+            key=lambda token: (
+                not token.is_special,
+                closing.index(token.text),
+                -len(token.text),
+            ),
+        )
+        before_end, _, dropped_text = closing.partition(end.text)
+        kept_text = before_end + end.text
+        token_id = end.token_id
+    earlier = ""
+    if not (kept_text and between.startswith(kept_text)):
         earlier = first_token(tokenizer, between)
+    lead = ""
     if before.startswith(opening):
         lead = before[len(opening) :]
-    else:
-        lead = ""
-    called = "" if kept else _end_of_call(tokenizer, ask)
-    return TurnEnd(kept, dropped, number, earlier, lead, called)
+    called = ""
+    if not kept_text:
+        called = _end_of_call(tokenizer, question)
+    return TurnEnd(kept_text, dropped_text, token_id, earlier, lead, called)
 
 
 def first_token(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """The start of a text up to and including the added token that begins it, perhaps after white
     space; "" if none does."""
     bare = text.lstrip()
-    names = [name for name, _, _ in _added_tokens(tokenizer) if bare.startswith(name)]
-    token = max(names, key=len, default="")
-    if token:
-        return text[: len(text) - len(bare) + len(token)]
+    tokens = [token.text for token in _added_tokens(tokenizer) if bare.startswith(token.text)]
+    longest = max(tokens, key=len, default="")
+    if longest:
+        return text[: len(text) - len(bare) + len(longest)]
     return ""
 
 
-def _end_of_call(tokenizer: PreTrainedTokenizerBase, ask: Message) -> str:
+def _end_of_call(tokenizer: PreTrainedTokenizerBase, question: Message) -> str:
     """What follows a call of a tool up to and including the token that begins the result."""
     call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {}}}
-    talk: Messages = [ask, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    talk: Messages = [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
     result = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": _EXAMPLE}
     with suppress(UserError):
-        called = render(tokenizer, talk, open_answer=False)
-        whole = render(tokenizer, [*talk, result], open_answer=True)
-        result_turn = whole.removeprefix(called)
-        if whole.startswith(called) and _EXAMPLE in result_turn:
+        up_to_call = render(tokenizer, talk, open_answer=False)
+        with_result = render(tokenizer, [*talk, result], open_answer=True)
+        result_turn = with_result.removeprefix(up_to_call)
+        if with_result.startswith(up_to_call) and _EXAMPLE in result_turn:
             return first_token(tokenizer, result_turn)
     return ""
 
@@ -242,20 +265,26 @@ def added_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> dict[int, Add
     return dict(tokenizer.added_tokens_decoder)
 
 
-def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, int, bool]]:
-    """(token, id, whether it is special) of each added token and of EOS, without those of spaces
-    alone."""
-    added = [
-        (token.content, n, token.special)
-        for n, token in added_tokens(tokenizer, len(tokenizer)).items()
-    ]
-    added.append((str(tokenizer.eos_token), int(tokenizer.eos_token_id), True))
-    return [entry for entry in added if entry[0].strip()]
+class _Token(NamedTuple):
+    """An added token, or EOS."""
+
+    text: str
+    token_id: int
+    is_special: bool
 
 
-def _id_of(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
-    """The id of an added token."""
-    return next(number for name, number, _ in _added_tokens(tokenizer) if name == token)
+def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[_Token]:
+    """Each added token and EOS, without those of spaces alone."""
+    tokens = list[_Token]()
+    for token_id, token in added_tokens(tokenizer, len(tokenizer)).items():
+        tokens.append(_Token(token.content, token_id, token.special))
+    tokens.append(_Token(str(tokenizer.eos_token), int(tokenizer.eos_token_id), True))
+    return [token for token in tokens if token.text.strip()]
+
+
+def _id_of(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    """The id of the added token with this text."""
+    return next(token.token_id for token in _added_tokens(tokenizer) if token.text == text)
 
 
 def answer_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -270,23 +299,23 @@ def answer_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 def _answer_ends(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int) -> dict[str, int]:
     """Text -> id of the tokens that end an answer, EOS first; cached as `_turn_end`."""
     end = _turn_end(tokenizer, template, eos_id)
-    ends = [eos_id, end.token]
+    token_ids = [eos_id, end.token_id]
     if end.called:
-        ends.append(_id_of(tokenizer, end.called.lstrip()))
-    return {str(tokenizer.convert_ids_to_tokens(number)): number for number in ends}
+        token_ids.append(_id_of(tokenizer, end.called.lstrip()))
+    return {str(tokenizer.convert_ids_to_tokens(token_id)): token_id for token_id in token_ids}
 
 
 def without_final(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[str, int | None]:
     """(a text without the tokens at its end that end answers, and without white space around them;
     the id of the first of these tokens)."""
     ends = _answer_ends(tokenizer, str(tokenizer.chat_template), int(tokenizer.eos_token_id))
-    first = None
+    first_id = None
     token = next(filter(text.rstrip().endswith, ends), None)
     while token is not None:
         text = text.rstrip().removesuffix(token)
-        first = ends[token]
+        first_id = ends[token]
         token = next(filter(text.rstrip().endswith, ends), None)
-    return text, first
+    return text, first_id
 
 
 def text_answer(tokenizer: PreTrainedTokenizerBase, answer: str | Message) -> tuple[str, int]:
@@ -300,8 +329,10 @@ def text_answer(tokenizer: PreTrainedTokenizerBase, answer: str | Message) -> tu
                 " is text"
             )
         answer = str(answer.get("content") or "")
-    bare, first = without_final(tokenizer, answer)
-    return bare, int(tokenizer.eos_token_id) if first is None else first
+    bare, final_id = without_final(tokenizer, answer)
+    if final_id is None:
+        final_id = int(tokenizer.eos_token_id)
+    return bare, final_id
 
 
 def render_answer(
@@ -316,23 +347,24 @@ def render_answer(
     `prompt`; id of the token that ends the answer). The text ends with that token, unless the
     template writes none."""
     end = turn_end(tokenizer)
+    message = {"role": "assistant", "content": answer}
     if isinstance(answer, dict):
         message = answer
-    else:
-        message = {"role": "assistant", "content": answer}
     content, _ = without_final(tokenizer, message.get("content") or "")
     message = {**message, "content": content}
-    whole = render(tokenizer, [*prompt, message], False, tools, variables)
-    is_opened = whole.startswith(opening)
-    is_ended = is_opened and whole.endswith(end.kept + end.dropped)
-    turn = whole[len(opening) : len(whole) - len(end.dropped) * is_ended]
+    conversation = render(tokenizer, [*prompt, message], False, tools, variables)
+    is_opened = conversation.startswith(opening)
+    is_ended = is_opened and conversation.endswith(end.kept + end.dropped)
+    turn = conversation[len(opening) :]
+    if is_ended:
+        turn = conversation[len(opening) : len(conversation) - len(end.dropped)]
     if not any(message.get(key) for key in _BESIDES_CONTENT):
         unopened = _without_opening(content, opening)
         if is_ended and "".join(unopened.split()) in "".join(turn.split()):
-            return turn, end.token
+            return turn, end.token_id
         # The template renders the opening in two ways, or drops a part of an answer (the thinking,
         # as a rule).
-        return unopened + end.kept, end.token
+        return unopened + end.kept, end.token_id
     if not is_opened:
         raise UserError(
             "the chat template renders the prompt differently before this answer, so its tool calls"
@@ -342,14 +374,13 @@ def render_answer(
     if end.called and message.get("tool_calls"):
         return turn + end.called, _id_of(tokenizer, end.called.lstrip())
     if is_ended:
-        return turn, end.token
+        return turn, end.token_id
     # some templates end tool calls with another token
-    found = [
-        (turn.rfind(token) + len(token), n)
-        for token, n, _ in _added_tokens(tokenizer)
-        if token in turn
-    ]
-    last, token_id = max(found, default=(len(turn), end.token))
+    ends = list[tuple[int, int]]()  # where the last one of each token ends in the turn, and its id
+    for token in _added_tokens(tokenizer):
+        if token.text in turn:
+            ends.append((turn.rfind(token.text) + len(token.text), token.token_id))
+    last, token_id = max(ends, default=(len(turn), end.token_id))
     return turn[:last], token_id
 
 
@@ -357,9 +388,11 @@ def _without_opening(content: str, opening: str) -> str:
     """`content` without its start if `opening` ends with that: templates that open an answer with
     `<think>` do not render it again, but answers of a data set begin with it."""
     tail = opening[-_LONGEST_TAG:]
-    texts = (text[start:] for start in range(len(tail)) for text in (tail, tail.rstrip()))
-    begun = next((text for text in texts if len(text.strip()) > 2 and content.startswith(text)), "")
-    return content[len(begun) :]
+    for start in range(len(tail)):
+        for text in (tail[start:], tail.rstrip()[start:]):
+            if len(text.strip()) > 2 and content.startswith(text):
+                return content.removeprefix(text)
+    return content
 
 
 def render(
@@ -379,16 +412,19 @@ def render(
         )
     with suppress(UserError):
         text = _apply_template(tokenizer, messages, open_answer, tools, variables)
-        arguments = [function.get("arguments") for function in functions_of(messages)]
-        if not any(isinstance(found, dict) and found and str(found) in text for found in arguments):
+        is_as_python = False  # whether the template writes a dictionary of arguments as it is
+        for function in functions_of(messages):
+            arguments = function.get("arguments")
+            if isinstance(arguments, dict) and arguments and str(arguments) in text:
+                is_as_python = True
+        if not is_as_python:
             return text
-    # Some templates write the arguments of tool calls as they are, or join them with texts: they
-    # expect JSON text.
-    with_text = deepcopy(messages)
-    for function in functions_of(with_text):
+    # Such templates, and those that join arguments with texts, expect JSON text.
+    messages_with_json = deepcopy(messages)
+    for function in functions_of(messages_with_json):
         if isinstance(function.get("arguments"), dict):
             function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-    return _apply_template(tokenizer, with_text, open_answer, tools, variables)
+    return _apply_template(tokenizer, messages_with_json, open_answer, tools, variables)
 
 
 def _apply_template(

@@ -28,8 +28,8 @@ from dschat_ppo.data.examples import (
     text_at,
 )
 from dschat_ppo.data.forms import Form
-from dschat_ppo.data.parts import Raw
 from dschat_ppo.data.rendered import check_variables
+from dschat_ppo.data.shards import Raw
 from dschat_ppo.data.templates import added_tokens
 from dschat_ppo.errors import UserError
 
@@ -100,7 +100,7 @@ class TokeniseSettings:
         """Everything besides rows and tokenizer that token rows depend on."""
         step = self.step
         # what a data set is, and how its rows are shared out, is in the rows and their numbers
-        elsewhere = {
+        without_effect = {
             "data_path",
             "data_split",
             "data_output_path",
@@ -109,8 +109,8 @@ class TokeniseSettings:
             "streaming_rows",
             "bad_rows",
         }
-        chosen = sorted(
-            (name, value) for name, value in vars(step.flags).items() if name not in elsewhere
+        flags = sorted(
+            (name, value) for name, value in vars(step.flags).items() if name not in without_effect
         )
         identity = [
             self.form.identity,
@@ -119,7 +119,7 @@ class TokeniseSettings:
             step.limit,
             step.all_turns,
             self.source,
-            chosen,
+            flags,
         ]
         if step.use == "steps":
             identity.append(step.step_separator)
@@ -181,7 +181,7 @@ def _token_rows(raw: Raw, origin: str, settings: TokeniseSettings) -> list[dict[
     suffix = ""
     problem = ""
     try:
-        for example in settings.form.read(row, "sft" if step.keeps_answers else step.use):
+        for example in settings.form.read(row, step.form_use):
             suffix = example.suffix
             token_rows += _rows_of_example(row, example, settings)
     except UserError as error:  # a ranked list with a bad answer gives no pair at all
@@ -332,7 +332,7 @@ def fit(
     if example.prompt == "":
         text = [*ids.prompt, *ids.answers[0]]
         if len(text) > limit and may_cut:
-            return [(block, Fitted.BLOCKS) for block in _text_blocks(ids, text, limit)]
+            return [(block, Fitted.BLOCKS) for block in _blocks_of_text(ids, text, limit)]
         if not ids.prompt:  # nothing before its first token predicts it
             ids = replace(ids, prompt=text[:1], answers=[text[1:]])
     longest = max((len(answer) for answer in ids.answers), default=0)
@@ -343,7 +343,7 @@ def fit(
     return [_cut(ids, example, tokenizer, limit, policy)]
 
 
-def _text_blocks(ids: EncodedExample, text: list[int], limit: int) -> list[EncodedExample]:
+def _blocks_of_text(ids: EncodedExample, text: list[int], limit: int) -> list[EncodedExample]:
     """The blocks of a plain text: the first token of each is the last one of the block before it,
     so each token is predicted once."""
     blocks = list[EncodedExample]()
@@ -367,17 +367,21 @@ def _cut(
     of which no token was cut."""
     longest = max((len(answer) for answer in ids.answers), default=0)
     prompt_length = len(ids.prompt)
-    least = limit // 2 if longest > limit else limit // 8
-    prompt_room = min(prompt_length, max(1, least, limit - longest))
-    keep_start, keep_end = fixed_ends(
-        tokenizer, ids.prompt, is_chat=not isinstance(example.prompt, str)
-    )
-    keep_end = min(keep_end, prompt_room if policy == "left" else prompt_room - 1)
-    keep_start = min(keep_start, prompt_room - max(1, keep_end))
-    free = prompt_room - keep_start - keep_end
-    before_cut = {"left": 0, "right": free, "middle": max(0, prompt_room // 2 - keep_start)}
+    least_room = limit // 8
+    if longest > limit:
+        least_room = limit // 2
+    prompt_room = min(prompt_length, max(1, least_room, limit - longest))
+    is_chat = not isinstance(example.prompt, str)
+    fixed_start, fixed_end = fixed_ends(tokenizer, ids.prompt, is_chat)
+    most_at_end = prompt_room - 1
+    if policy == "left":
+        most_at_end = prompt_room
+    fixed_end = min(fixed_end, most_at_end)
+    fixed_start = min(fixed_start, prompt_room - max(1, fixed_end))
+    free = prompt_room - fixed_start - fixed_end
+    free_before_cut = {"left": 0, "right": free, "middle": max(0, prompt_room // 2 - fixed_start)}
     # tokens before the cut, and the first one after it
-    head = min(keep_start + before_cut[policy], prompt_room - keep_end)
+    head = min(fixed_start + free_before_cut[policy], prompt_room - fixed_end)
     tail = prompt_length - (prompt_room - head)
     answer_room = max(1, limit - prompt_room)
 
@@ -389,7 +393,9 @@ def _cut(
             spans.append((start, end))
         elif start >= tail:
             spans.append((start - tail + head, end - tail + head))
-    outcome = Fitted.ANSWER_CUT if longest > answer_room else Fitted.PROMPT_CUT
+    outcome = Fitted.PROMPT_CUT
+    if longest > answer_room:
+        outcome = Fitted.ANSWER_CUT
     return EncodedExample(prompt, answers, spans), outcome
 
 
@@ -399,29 +405,29 @@ def fixed_ends(
     """How many first and last tokens of a prompt a cut keeps: the first one if it is BOS. Of a chat
     prompt also the end of the template: the last special tokens, at most two tokens apart, as
     `<|im_end|>\\n<|im_start|>assistant\\n`."""
-    start = int(bool(prompt) and prompt[0] == tokenizer.bos_token_id)
+    start_length = 0
+    if prompt and prompt[0] == tokenizer.bos_token_id:
+        start_length = 1
     if not is_chat:
-        return start, 0
-    end = len(prompt)
+        return start_length, 0
+    begin_of_end = len(prompt)
     special = added_tokens(tokenizer, len(tokenizer))
     for position in reversed(range(len(prompt))):
         if prompt[position] not in special:
             continue
-        if position < end - 3 and end < len(prompt):
+        if position < begin_of_end - 3 and begin_of_end < len(prompt):
             break
-        end = position
-    return start, len(prompt) - end
+        begin_of_end = position
+    return start_length, len(prompt) - begin_of_end
 
 
 def row_text(row: dict[str, Any], example: Example, settings: TokeniseSettings) -> str:
     """The columns of a row as JSON for reward functions, and on a second line what they do not hold
     themselves: `data_source`, `answer` and `ground_truth` and `TRUTH` if the row has a correct
     answer, which the flags may name, `MESSAGES`, `TOOLS` and `VARIABLES` of a chat."""
-    added: dict[str, Any] = {}
-    is_named = (
-        settings.step.flags.answer_column is not None
-        or settings.step.flags.answer_pattern is not None
-    )
+    flags = settings.step.flags
+    is_named = flags.answer_column is not None or flags.answer_pattern is not None
+    added = dict[str, Any]()
     if row.get("data_source") is None:
         added["data_source"] = settings.source
     if example.truth is not None:
@@ -446,7 +452,7 @@ def _hash(ids: EncodedExample, *content: str) -> int:
     """64 bits of the ids and of further content."""
     id_lists = [ids.prompt, *ids.answers]
     lengths = [len(id_list) for id_list in id_lists]
-    numbers_as_bytes = b"".join(array("i", each).tobytes() for each in [lengths, *id_lists])
-    texts = [text.encode("utf-8", "surrogatepass") for text in content]
-    hashed = hashlib.blake2b(b"\0".join([numbers_as_bytes, *texts]), digest_size=8)
+    ids_as_bytes = b"".join(array("i", integers).tobytes() for integers in [lengths, *id_lists])
+    texts_as_bytes = [text.encode("utf-8", "surrogatepass") for text in content]
+    hashed = hashlib.blake2b(b"\0".join([ids_as_bytes, *texts_as_bytes]), digest_size=8)
     return int.from_bytes(hashed.digest(), "little", signed=True)

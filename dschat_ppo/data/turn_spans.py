@@ -36,22 +36,21 @@ def turn_spans(
     assistant, each with its end-of-turn token: by the `{% generation %}` marks of the template if
     it has them, or else by what changes where another text takes the place of all answers.
     `UserError` if one cannot be found for certain."""
-    turns = [number for number, message in enumerate(prompt) if message["role"] == "assistant"]
+    turns = [index for index, message in enumerate(prompt) if message["role"] == "assistant"]
+    if not turns:
+        return []
     end = turn_end(tokenizer)
-    for find in (_marked, _probed):
+    for spans_without_ends in (_marked_spans, _probed_spans):
         with suppress(UserError):
-            if turns:
-                found = find(tokenizer, prompt, turns, opening, tools, variables)
-            else:
-                found = []
-            spans = [
-                (start, _to_end(tokenizer, opening, start, stop, end)) for start, stop in found
-            ]
-            texts = [opening[start:stop] for start, stop in spans]
-            is_held = all(
-                _holds(text, prompt[turn], end) for text, turn in zip(texts, turns, strict=False)
-            )
-            if len(spans) == len(turns) and is_held:
+            spans = list[Span]()
+            for start, stop in spans_without_ends(
+                tokenizer, prompt, turns, opening, tools, variables
+            ):
+                spans.append((start, _to_end(tokenizer, opening, start, stop, end)))
+            if len(spans) == len(turns) and all(
+                _holds(opening[start:stop], prompt[turn], end)
+                for (start, stop), turn in zip(spans, turns, strict=True)
+            ):
                 return spans
     raise UserError(
         "the earlier answers of the assistant cannot be found for certain in what the chat template"
@@ -60,7 +59,7 @@ def turn_spans(
     )
 
 
-def _marked(
+def _marked_spans(
     tokenizer: PreTrainedTokenizerBase,
     prompt: Messages,
     turns: list[int],
@@ -74,7 +73,7 @@ def _marked(
         return []
     tokens: dict[str, Any] = {**(variables or {}), **tokenizer.special_tokens_map}
     with reading("the chat template rejects these messages"):
-        found: Any = render_jinja_template(
+        rendered: Any = render_jinja_template(
             conversations=[prompt],
             tools=tools or None,
             chat_template=template,
@@ -82,11 +81,13 @@ def _marked(
             add_generation_prompt=True,
             **tokens,
         )
-    (text,), (marks,) = found
-    return [(start, stop) for start, stop in marks if start < stop and text == opening]
+    [text], [marks] = rendered
+    if text != opening:
+        return []
+    return [(start, stop) for start, stop in marks if start < stop]
 
 
-def _probed(
+def _probed_spans(
     tokenizer: PreTrainedTokenizerBase,
     prompt: Messages,
     turns: list[int],
@@ -96,18 +97,20 @@ def _probed(
 ) -> list[Span]:
     """The ranges that differ when another text takes the place of the answers, whose tool calls
     belong to them; [] if the rest is not the same."""
-    probed = [
-        {"role": m["role"], "content": _PROBE} if m["role"] == "assistant" else m for m in prompt
-    ]
-    before, *rest = render(tokenizer, probed, True, tools, variables).split(_PROBE)
+    probed = list(prompt)
+    for turn in turns:
+        probed[turn] = {"role": prompt[turn]["role"], "content": _PROBE}
+    before, *texts_after = render(tokenizer, probed, True, tools, variables).split(_PROBE)
     lead = turn_end(tokenizer).lead  # of an answer that is text; one that calls tools may have none
-    before = before.removesuffix(lead) if turns[0] else before
-    rest[:-1] = [after.removesuffix(lead) for after in rest[:-1]]
-    if len(rest) != len(turns) or not opening.startswith(before):
+    if turns[0] > 0:
+        before = before.removesuffix(lead)
+    # the leads of the next answers; nothing follows the last text
+    texts_after[:-1] = [after.removesuffix(lead) for after in texts_after[:-1]]
+    if len(texts_after) != len(turns) or not opening.startswith(before):
         return []
     spans = list[Span]()
     begin = len(before)
-    for turn, after in zip(turns, rest, strict=True):
+    for turn, after in zip(turns, texts_after, strict=True):
         content = prompt[turn].get("content") or ""
         if turn < turns[-1]:
             stop = opening.find(after, begin)
@@ -129,10 +132,13 @@ def _to_end(
     """Where an answer ends that begins at `start` and reaches about to `stop`: after its
     end-of-turn token. Where templates have none, the first token of the next turn ends it, such as
     `<|observation|>` after a call of a tool."""
-    for kept, closing in ((end.kept, end.kept + end.dropped), (end.earlier, end.earlier)):
-        for back in range(min(len(closing), stop - start), -1, -1) if kept else ():
-            if text.startswith(kept, stop - back) and closing.startswith(text[stop - back : stop]):
-                return stop - back + len(kept)
+    for end_of_answer, closing in ((end.kept, end.kept + end.dropped), (end.earlier, end.earlier)):
+        if not end_of_answer:
+            continue
+        for back in range(min(len(closing), stop - start), -1, -1):
+            begin = stop - back
+            if text.startswith(end_of_answer, begin) and closing.startswith(text[begin:stop]):
+                return begin + len(end_of_answer)
     if end.earlier and not end.kept:
         return stop + len(first_token(tokenizer, text[stop:]))
     return stop

@@ -43,7 +43,7 @@ class ObservationTokens:
         self.most = most
         self.truncation = truncation
         self.before = turn_end(tokenizer).kept
-        self.end = turn_end(tokenizer).token
+        self.end = turn_end(tokenizer).token_id
         self.mark: str | None = None  # what begins an observation, if the template has such a mark
         if tokenizer.chat_template is not None:
             role = "user"

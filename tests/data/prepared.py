@@ -97,7 +97,7 @@ def load(tmp_path: Path, path: Path | str) -> Read:
 def whole_set(tmp_path: Path, path: Path | str) -> RawRows:
     """The rows of a data set that `--eval_data_path` names."""
     found = open_set(source_of(path, "--eval_data_path"), str(tmp_path / "cache"))
-    return read_splits(found, found.chosen(whole=True)[0], str(tmp_path / "cache"))
+    return read_splits(found, found.chosen(only_evaluates=True)[0], str(tmp_path / "cache"))
 
 
 def origins_of(rows: RawRows) -> list[str]:

@@ -18,9 +18,9 @@ import pytest
 from prepared import TOKENIZER, column, flags_for, load, origins_of, source_of, write_jsonl
 
 from dschat_ppo.config.data_flags import StepData
-from dschat_ppo.data import parts
-from dschat_ppo.data.parts import FilePart, Part, read_part
+from dschat_ppo.data import shards
 from dschat_ppo.data.prepare import prepare
+from dschat_ppo.data.shards import FileShard, Shard, read_shard
 from dschat_ppo.data.sources import open_set
 from dschat_ppo.data.streaming import ALL, first_rows, raw_batches
 from dschat_ppo.errors import UserError
@@ -75,7 +75,7 @@ PACKED = ("a.jsonl", "array.json", "a.tsv", "a.parquet", "file.arrow")
 
 
 def batches(path: Path, place=None) -> list:
-    return list(read_part(FilePart(path, "--data_path"), place))
+    return list(read_shard(FileShard(path, "--data_path"), place))
 
 
 def pairs(found: list) -> list:
@@ -89,16 +89,16 @@ def pairs(found: list) -> list:
 def test_every_kind_gives_the_same_rows_from_any_place_on(tmp_path, monkeypatch, name, packing):
     path = tmp_path / f"{name}{packing}"
     path.write_bytes(PACK[packing](CONTENT[name]))
-    monkeypatch.setattr(parts, "BATCH_ROWS", 7)
+    monkeypatch.setattr(shards, "BATCH_ROWS", 7)
     whole = batches(path)
     assert (
         pairs(whole) == [(f"{path}, row {n}", row) for n, row in zip(NUMBERS, ROWS, strict=True)]
         and len(whole) == 8
     )
     for number in range(1, 8):
-        assert batches(path, json.loads(json.dumps(whole[number - 1].place))) == whole[number:]
+        assert batches(path, json.loads(json.dumps(whole[number - 1].end))) == whole[number:]
     if name == "a.jsonl" and not packing:  # lines are read from the place and not from the start
-        offset, number = whole[2].place
+        offset, number = whole[2].end
         path.write_bytes(bytes(offset) + CONTENT[name][offset:])
         assert [row for _, row in pairs(batches(path, [offset, number]))] == ROWS[21:]
         path.write_bytes(CONTENT[name])
@@ -252,10 +252,10 @@ def test_what_cannot_be_read_is_a_bad_row(tmp_path, monkeypatch, kind, row, caus
         train, _, [bad] = load(tmp_path, path)
         assert column(train, "text" if kind == ".txt" else "p") == ["a", "b"]
         assert re.match(f"{path}, row {number} {cause}", bad) and "\n" not in bad and len(bad) < 500
-    monkeypatch.setattr(parts, "BATCH_ROWS", 1)
+    monkeypatch.setattr(shards, "BATCH_ROWS", 1)
     one, wrong, other = batches(path)
     assert [isinstance(batch.rows[0], str) for batch in (one, wrong, other)] == [False, True, False]
-    assert batches(path, one.place) == [wrong, other] and batches(path, wrong.place) == [other]
+    assert batches(path, one.end) == [wrong, other] and batches(path, wrong.end) == [other]
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_files_of_different_kinds_are_one_data_set_of_which_a_row_without_its_co
         prepare(StepData("sft", flags_for(tmp_path, str(folder)), 64), TOKENIZER)
 
 
-def found_in(spec: str | Path, tmp_path: Path) -> tuple[list[Part], list[str]]:
+def found_in(spec: str | Path, tmp_path: Path) -> tuple[list[Shard], list[str]]:
     """The parts of a streamed set, and its splits for evaluation."""
     found = open_set(source_of(spec), str(tmp_path / "cache"), streaming=True)
     groups, for_eval = found.chosen()
@@ -393,14 +393,14 @@ def test_a_data_set_on_the_hub_is_read_on_from_any_place(tmp_path, monkeypatch):
             }
 
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, config: Builder())
-    monkeypatch.setattr(parts, "BATCH_ROWS", 7)
+    monkeypatch.setattr(shards, "BATCH_ROWS", 7)
     found, for_eval = found_in("org/name:main", tmp_path)
     assert for_eval == ["test"] and "revision" in found[0].content
     whole = list(raw_batches(found, ALL))
     assert pairs(whole) == [(f"org/name:main (train), row {n + 1}", {"n": n}) for n in range(60)]
     for number in range(1, len(whole)):
         after, _ = found_in("org/name:main", tmp_path)
-        place = json.loads(json.dumps(whole[number - 1].place))
+        place = json.loads(json.dumps(whole[number - 1].end))
         assert pairs(raw_batches(after, ALL, place)) == pairs(whole[number:])
         assert pairs(raw_batches(after, ALL)) == pairs(whole), "and again from the start"
     [part], _ = found_in("org/name:main", tmp_path)

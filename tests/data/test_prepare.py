@@ -30,10 +30,9 @@ from dschat_ppo.common import atomic_files, stop_requests
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.config.data_flags import DataFlags, StepData
-from dschat_ppo.data import cache, encode, forms, token_parts
+from dschat_ppo.data import cache, encode, forms, token_tables
 from dschat_ppo.data.cache import cached
 from dschat_ppo.data.examples import SPLIT_SEED
-from dschat_ppo.data.parts import FilePart
 from dschat_ppo.data.prepare import (
     TokenRows,
     epoch_rows,
@@ -43,8 +42,9 @@ from dschat_ppo.data.prepare import (
     share_of_step,
     text_blocks,
 )
+from dschat_ppo.data.shards import FileShard
 from dschat_ppo.data.sources import DataSource
-from dschat_ppo.data.token_parts import TokenPart
+from dschat_ppo.data.token_tables import TokenTable
 from dschat_ppo.errors import StopRequested, UserError
 
 EOS = TOKENIZER.eos_token
@@ -89,7 +89,7 @@ def test_hold_out_takes_its_fraction_and_keeps_a_training_row(count, fraction, h
 def mixed(*sets: tuple[list[int], float | None, int | None]) -> list[list[int]]:
     """The rows of an epoch of data sets, each: its rows, weight and number of rows."""
     parts = [
-        TokenPart(
+        TokenTable(
             DataSource(name, "--data_path", name, None, None, name, weight, samples),
             Dataset.from_dict({"number": range(max(rows) + 1)}),
             np.array(rows),
@@ -352,7 +352,7 @@ def test_another_rank_reads_the_same_rows_from_the_cache(tmp_path, monkeypatch):
     flags = flags_for(tmp_path, f"{first}:2", f"{second}:3", data_split="1,1,0")
     rows = rows_for("sft", flags, eval_fraction=0.3)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(token_parts, "tokenise_batch", None)
+    monkeypatch.setattr(token_tables, "tokenise_batch", None)
     again = rows_for("sft", flags, eval_fraction=0.3)
     assert (
         again.train.to_list() == rows.train.to_list()
@@ -631,7 +631,7 @@ def test_other_settings_code_or_another_vocabulary_miss_the_cache(monkeypatch):
 
 def test_the_identity_of_rows_is_their_content_and_of_the_cache_their_place(tmp_path):
     one, two = (
-        FilePart(Path(write_jsonl(tmp_path / name / "a.jsonl", ROWS)), "--data_path")
+        FileShard(Path(write_jsonl(tmp_path / name / "a.jsonl", ROWS)), "--data_path")
         for name in "ab"
     )
     content, place = one.content, one.key

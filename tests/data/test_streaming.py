@@ -21,10 +21,10 @@ from prepared import PAIRS, TOKENIZER, flags_for, listed, write_jsonl
 
 from dschat_ppo.common import stop_requests
 from dschat_ppo.config.data_flags import StepData
-from dschat_ppo.data import parts, streaming
+from dschat_ppo.data import shards, streaming
 from dschat_ppo.data.batches import chunked_order
-from dschat_ppo.data.parts import Batch, FilePart
 from dschat_ppo.data.prepare import TokenRows, prepare
+from dschat_ppo.data.shards import Batch, FileShard
 from dschat_ppo.data.streaming import (
     ALL,
     READ,
@@ -94,7 +94,7 @@ def source_of(
 def small_chunks(monkeypatch):
     """Of 8 token rows, read in batches of 7 raw rows."""
     monkeypatch.setattr(streaming, "CHUNK_ROWS", 8)
-    monkeypatch.setattr(parts, "BATCH_ROWS", 7)
+    monkeypatch.setattr(shards, "BATCH_ROWS", 7)
 
 
 def rest_of(parts, share=ALL, *position) -> list[tuple[str, int]]:
@@ -120,7 +120,7 @@ def test_raw_rows_of_a_share_continue_after_any_batch_without_reading_the_rows_b
     for batches, batch in enumerate(raw_batches(files(), share), start=1):
         first += [(origin, row["n"]) for origin, row in zip(batch.origins, batch.rows, strict=True)]
         parts = files()
-        assert first + rest_of(parts, share, json.loads(json.dumps(batch.place))) == whole
+        assert first + rest_of(parts, share, json.loads(json.dumps(batch.end))) == whole
         assert len(parts[0].read) == max(0, 16 - 7 * batches)
 
 
@@ -128,7 +128,7 @@ def test_the_steps_divide_the_rows_in_proportion_whatever_the_batches_are(monkey
     count = 3 * SPLIT_ROWS + 137
     found = []
     for share, batch in zip([(0, 200), (200, 600), (600, 1000)], (1, 999, 2500), strict=True):
-        monkeypatch.setattr(parts, "BATCH_ROWS", batch)
+        monkeypatch.setattr(shards, "BATCH_ROWS", batch)
         found.append([n for _, n in rest_of([NumberFile(0, count)], share)])
     assert sorted(sum(found, [])) == list(range(count))  # disjoint and complete
     whole = [sum(n < 3 * SPLIT_ROWS for n in rows) for rows in found]
@@ -188,11 +188,11 @@ def test_files_whose_batches_differ_after_a_resume_continue_at_the_same_row(
     else:  # the bad rows behind the last batch of a file are a batch without rows
         (tmp_path / "a.csv").write_text("n\n" + "".join(f"{n}\n" for n in range(28)) + "1,2\n" * 3)
         (tmp_path / "b.csv").write_text("n\n" + "".join(f"{n}\n" for n in range(28, 99)))
-    files = [FilePart(path, "--data_path") for path in sorted(tmp_path.iterdir())]
+    files = [FileShard(path, "--data_path") for path in sorted(tmp_path.iterdir())]
     source = source_of(*files, make=tokens_of_text, policy="skip")
     whole = [(rows, end.after) for rows, _, end in chunks_of(source, num_rows=90)]
     assert sum((rows for rows, _ in whole), []) == expected(range(99))[:90]
-    monkeypatch.setattr(parts, "BATCH_ROWS", 3)
+    monkeypatch.setattr(shards, "BATCH_ROWS", 3)
     for number, (_, position) in enumerate(whole[:-1], start=1):
         again = [
             rows for rows, _, _ in chunks_of(source, num_rows=90, first=number, position=position)
@@ -229,7 +229,7 @@ def spoilt(batch: Batch, bad: set[int]) -> Tokens:
 
 def test_too_many_bad_rows_in_a_chunk_are_an_error(monkeypatch):
     monkeypatch.setattr(streaming, "CHUNK_ROWS", 20)
-    monkeypatch.setattr(parts, "BATCH_ROWS", 20)
+    monkeypatch.setattr(shards, "BATCH_ROWS", 20)
     # chunks of 20 rows end in the raw rows 19 and 37; read in batches of 20, of which the second
     # chunk reads one
     for bad, policy in (({21}, "few"), ({29, 30}, "few"), ({21}, "skip")):

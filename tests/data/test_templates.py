@@ -84,7 +84,7 @@ def test_the_text_of_a_named_template(name, expected, said):
         tokenizer = with_flags(kind, chat_template=name)
         assert said[0].endswith(f"turns end with {end}")
         assert any(f"no token {own}" in line for line in said) == (own != end)
-        assert (turn_end(tokenizer).kept, tokenizer.decode([turn_end(tokenizer).token])) == (
+        assert (turn_end(tokenizer).kept, tokenizer.decode([turn_end(tokenizer).token_id])) == (
             end,
             end,
         )

@@ -17,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from dschat_ppo.config.data_flags import DataFlags, StepData
-from dschat_ppo.data import encode, token_parts
+from dschat_ppo.data import encode, token_tables
 from dschat_ppo.data.encode import (
     EncodedExample,
     encode_example,
@@ -34,7 +34,7 @@ from dschat_ppo.data.forms import Form
 from dschat_ppo.data.rows import ORIGIN, ROW, RawRows
 from dschat_ppo.data.sources import parse_sources
 from dschat_ppo.data.templates import turn_end
-from dschat_ppo.data.token_parts import TokenPart, tokenised
+from dschat_ppo.data.token_tables import TokenTable, tokenised
 from dschat_ppo.data.tokenise import Fitted, TokeniseSettings, fit, row_text, tokenise_batch
 from dschat_ppo.errors import UserError
 
@@ -91,7 +91,7 @@ def test_prompt_and_answer_equal_the_rendered_conversation(kind, name):
             [*chat, {"role": "assistant", "content": answer}], tokenize=False
         )
         whole = tokenizer.encode(text.removesuffix(end.dropped), add_special_tokens=False)
-        whole += [end.token] * (not end.kept)
+        whole += [end.token_id] * (not end.kept)
         equal += found == whole
         assert (
             found == whole or whole[: len(prompt)] != prompt or name == "opening ends with a token"
@@ -412,7 +412,7 @@ def test_row_text_keeps_the_columns_and_adds_what_they_lack():
 
 def parts_of(
     rows: list[dict], train, held_out, tmp_path, workers=1
-) -> tuple[list[TokenPart], list[TokenPart]]:
+) -> tuple[list[TokenTable], list[TokenTable]]:
     table = Dataset.from_list(
         [{ROW: json.dumps(row), ORIGIN: f"f, row {n + 1}"} for n, row in enumerate(rows)]
     )
@@ -427,7 +427,7 @@ def parts_of(
     return tokenised(parse_sources(["f"], "--data_path")[0], raw, settings(flags=flags), *numbers)
 
 
-def answers_of(part: TokenPart) -> list[str]:
+def answers_of(part: TokenTable) -> list[str]:
     return [
         TOKENIZER.decode(ids[0]).removesuffix("<|end|>")
         for ids in part.rows.select(part.order)["answers"]
@@ -448,7 +448,7 @@ def test_token_rows_follow_the_order_of_the_step(tmp_path):
 def test_several_processes_make_the_same_rows_and_bad_ones_stand_among_them(
     tmp_path, monkeypatch, said
 ):
-    monkeypatch.setattr(token_parts, "BATCH_ROWS", 7)
+    monkeypatch.setattr(token_tables, "BATCH_ROWS", 7)
     rows, places = raw_rows(30), [20, 25, 29]
     for place in places:
         rows[place] = {"prompt": "p", "answers": None}

@@ -73,7 +73,7 @@ def test_named_templates_with_and_without_marks(kind, name, marks):
     tokenizer = chat_tokenizer(kind, name)
     if not marks:
         tokenizer.chat_template = UNMARKED.sub("", tokenizer.chat_template)
-    end = tokenizer.convert_ids_to_tokens(turn_end(tokenizer).token)
+    end = tokenizer.convert_ids_to_tokens(turn_end(tokenizer).token_id)
     answers = {
         "llama-3": ["In the hall 😀", "Café"],
         "human-assistant": [" In the hall 😀", "  Café\n"],
@@ -231,12 +231,12 @@ def thinking(thought: str, text: str) -> dict:
 def test_the_end_of_turn_token_is_found_in_the_template_and_stands_once(name):
     tokenizer, shape = shaped(name)
     found = turn_end(tokenizer)
-    assert (found.token, found.dropped) == (
+    assert (found.token_id, found.dropped) == (
         tokenizer.convert_tokens_to_ids(shape.end),
         shape.dropped,
     )
     assert found.kept.strip() == shape.end
-    assert answer_ends(tokenizer) == tuple(dict.fromkeys((tokenizer.eos_token_id, found.token)))
+    assert answer_ends(tokenizer) == tuple(dict.fromkeys((tokenizer.eos_token_id, found.token_id)))
     plain = tokenizer.decode(encode_answer(tokenizer, [ASK], "In the hall."))
     for brought in (shape.end, shape.eos, shape.end * 2):
         answer = tokenizer.decode(encode_answer(tokenizer, [ASK], f"In the hall.{brought}"))

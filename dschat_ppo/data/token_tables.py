@@ -40,13 +40,13 @@ _SHOWN = 5  # bad rows in the log
 
 
 @dataclass(frozen=True)
-class TokenPart:
-    """Token rows of one data set that a step uses: `order` are indices of `rows`, which are in the
-    order of the file."""
+class TokenTable:
+    """Token rows of one data set, in the order of the file, and the indices of those that a step
+    uses, in the order of the step."""
 
     source: DataSource
     rows: Dataset
-    order: np.ndarray
+    order: np.ndarray  # indices of `rows`
 
 
 def tokenised(
@@ -55,7 +55,7 @@ def tokenised(
     settings: TokeniseSettings,
     train: np.ndarray,
     held_out: np.ndarray,
-) -> tuple[list[TokenPart], list[TokenPart]]:
+) -> tuple[list[TokenTable], list[TokenTable]]:
     """Token rows of raw rows that can be used and are within the length limit; what is dropped, and
     why, is logged. They are made in parallel or taken from the cache.
 
@@ -67,7 +67,7 @@ def tokenised(
         held_out: Indices of those that are for evaluation.
 
     Returns:
-        The parts for training and for evaluation; each has one, or none if no row is asked for.
+        The tables for training and for evaluation: one of each, or none if no row is asked for.
 
     Raises:
         UserError: `--bad_rows` does not accept the bad rows, or training is left no row or no
@@ -85,13 +85,12 @@ def tokenised(
         rows = tokenise_batch(raw_rows, origins, settings)
         return [row | {"row_index": int(file_order[start + row["row_index"]])} for row in rows]
 
-    used = hashlib.sha256(file_order.tobytes()).hexdigest()
-    key = token_key(raw.table._fingerprint, settings.tokenizer, used, *settings.identity())
+    used_rows = hashlib.sha256(file_order.tobytes()).hexdigest()
+    key = token_key(raw.table._fingerprint, settings.tokenizer, used_rows, *settings.identity())
     workers = worker_count(step.flags.preprocessing_num_workers, len(file_order))
     features = Features({**features_of(step), **NOTES})
-    rows = made_rows(
-        step.flags.data_output_path, key, token_rows, len(raw_table), workers, features
-    )
+    cache = step.flags.data_output_path
+    rows = made_rows(cache, key, token_rows, len(raw_table), workers, features)
     if not len(rows):
         why = ""
         if settings.form.name == "kto" and step.use == "sft":
@@ -101,40 +100,36 @@ def tokenised(
             f" ({settings.form.description}){why}"
         )
     _judge_bad_rows(source, rows, len(file_order), step)
-
-    # The token rows of raw row `n` begin at `begins[n]`; a search would be slower
-    counts = np.bincount(_note(rows, "row_index"), minlength=int(file_order.max(initial=-1)) + 1)
-    begins = np.cumsum(counts) - counts
-
-    def indices_of(raw_indices: np.ndarray) -> np.ndarray:
-        """The indices in `rows` of the token rows of some raw rows, in the order of these."""
-        count = counts[raw_indices]
-        shifts = begins[raw_indices] - np.cumsum(count) + count
-        return np.repeat(shifts, count) + np.arange(count.sum())
-
-    train_parts = list[TokenPart]()
-    eval_parts = list[TokenPart]()
+    train_tables = list[TokenTable]()
+    eval_tables = list[TokenTable]()
     if len(train):
-        train_parts.append(_part_within_limit(source, rows, indices_of(train), len(train), step))
+        train_tables.append(_table_within_limit(source, rows, train, step))
     if len(held_out):
-        eval_parts.append(
-            _part_within_limit(
-                source, rows, indices_of(held_out), len(held_out), step, is_eval=True
-            )
-        )
-    return train_parts, eval_parts
+        eval_tables.append(_table_within_limit(source, rows, held_out, step, is_eval=True))
+    return train_tables, eval_tables
 
 
-def _note(rows: Dataset, name: str) -> np.ndarray:
+def _column_of_notes(rows: Dataset, name: str) -> np.ndarray:
     """A column of `NOTES`, without a Python object for each row."""
     return np.concatenate([chunk.to_numpy() for chunk in rows.data.column(name).chunks])
+
+
+def _indices_of(rows: Dataset, raw_indices: np.ndarray) -> np.ndarray:
+    """The indices in `rows` of the token rows of some raw rows, in the order of these."""
+    row_index = _column_of_notes(rows, "row_index")
+    # The token rows of raw row `n` begin at `begins[n]`; a search would be slower
+    counts = np.bincount(row_index, minlength=int(raw_indices.max(initial=-1)) + 1)
+    begins = np.cumsum(counts) - counts
+    count = counts[raw_indices]
+    shifts = begins[raw_indices] - np.cumsum(count) + count
+    return np.repeat(shifts, count) + np.arange(count.sum())
 
 
 def _judge_bad_rows(source: DataSource, rows: Dataset, raw_count: int, step: StepData) -> None:
     """Log the bad rows among `raw_count` raw rows, and the remarks on others. `UserError` if
     `--bad_rows` does not accept so many."""
     name = source.spec
-    bad = np.flatnonzero(_note(rows, "fitted") == Fitted.UNUSABLE)
+    bad = np.flatnonzero(_column_of_notes(rows, "fitted") == Fitted.UNUSABLE)
     problems = rows.data.column("problem")
     first = [str(problems[int(index)]) for index in bad[:_SHOWN]]
     refuse_bad(name, len(bad), raw_count, step.flags.bad_rows, first)
@@ -149,21 +144,19 @@ def _judge_bad_rows(source: DataSource, rows: Dataset, raw_count: int, step: Ste
         logger().warning(f"data: {name}: {counted(count, 'row')}: {remark}")
 
 
-def _part_within_limit(
+def _table_within_limit(
     source: DataSource,
     rows: Dataset,
-    indices: np.ndarray,
-    raw_count: int,
+    raw_indices: np.ndarray,
     step: StepData,
     is_eval: bool = False,
-) -> TokenPart:
+) -> TokenTable:
     """Those token rows of a data set that a step trains or evaluates.
 
     Args:
         source: The data set.
         rows: All its token rows, with the columns `NOTES`.
-        indices: Those of the rows in question, in their order.
-        raw_count: How many raw rows these are from, for the log.
+        raw_indices: The raw rows that the step trains or evaluates, in their order.
         step: The step, with its length limit.
         is_eval: Whether they are for evaluation, which may be left without a row.
 
@@ -171,15 +164,16 @@ def _part_within_limit(
         UserError: Training is left no row or no whole answer.
     """
     name = source.spec
-    fitted = _note(rows, "fitted")
+    fitted = _column_of_notes(rows, "fitted")
+    indices = _indices_of(rows, raw_indices)
     usable = indices[fitted[indices] != Fitted.UNUSABLE]
-    facts = [f"{counted(len(usable), 'row')} of {raw_count}"]
+    facts = [f"{counted(len(usable), 'row')} of {len(raw_indices)}"]
     for outcome in Fitted:
         count = int((fitted[usable] == outcome).sum())
         if count:
             facts.append(f"{count} {outcome.words}")
     if len(usable):
-        tokens = _note(rows, "tokens")[usable]
+        tokens = _column_of_notes(rows, "tokens")[usable]
         quantiles = np.percentile(tokens, [50, 99, 100], method="inverted_cdf").astype(int)
         facts.append("tokens before the cut: median {}, 99% {}, most {}".format(*quantiles))
     purpose = " (eval)" if is_eval else ""
@@ -195,7 +189,7 @@ def _part_within_limit(
             raise UserError(f"{name}: no row is within {limit}; raise it, or use --truncation left")
         if (fitted[usable] == Fitted.ANSWER_CUT).all():
             raise UserError(f"{name}: every answer is cut by {limit}; raise it")
-    return TokenPart(source, rows.select_columns(list(features_of(step))), within_limit)
+    return TokenTable(source, rows.select_columns(list(features_of(step))), within_limit)
 
 
 def made_rows(

@@ -1,7 +1,7 @@
-"""Parts of data sets: a file, or a split that `datasets` gives. All are read in batches of rows,
-from any place on. No type is inferred: text of JSON or CSV that looks like a date stays text, and 5
+"""Shards of data sets: a file, or a split that `datasets` gives. All are read in batches of rows,
+from any row on. No type is inferred: text of JSON or CSV that looks like a date stays text, and 5
 stays 5. In place of a row that cannot be read stands a text that says what is wrong with it, so
-that bad rows are counted in one place (`tokenise.py`)."""
+that `tokenise.py` alone counts bad rows."""
 
 from __future__ import annotations
 
@@ -37,12 +37,15 @@ COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 SUPPORTED = f"{', '.join(KINDS)} (also with {' or '.join(COMPRESSED)})"
 BATCH_ROWS = 1000
 _OF_TOOLS = ("tools", "tool_calls", "functions", "function_call")  # keys of objects
-_AROUND = 40  # characters before and after a place in a file that a message quotes
+_AROUND = 40  # characters before and after an error in a file that a message quotes
 
 Row = dict[str, Any]
 Raw = Row | str  # or what is wrong with a row
-Numbered = Iterator[tuple[int, Raw]]  # rows with their numbers from 1 on
-PlacedRows = Iterator[tuple[int, Raw, Any]]  # and with the place after each
+NumberedRows = Iterator[tuple[int, Raw]]  # rows with their numbers from 1 on
+# What a shard needs to read on behind a row, in numbers, texts, lists and dicts; each kind of shard
+# has its own
+Offset = Any
+RowsWithOffsets = Iterator[tuple[int, Raw, Offset]]  # numbers, rows, and the offset behind each
 
 
 def file_kind(path: str | Path) -> str | None:
@@ -53,44 +56,46 @@ def file_kind(path: str | Path) -> str | None:
     return KINDS.get(Path(name).suffix)
 
 
-# Parts
+# Shards
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of a data set, "NAME, row N" of each, and the place after them, in numbers, texts, lists
-    and dicts."""
+    """Rows of a data set, "FILE, row N" of each, and where the rows behind them begin: an offset in
+    a shard, or the `Position` of a stream."""
 
     origins: list[str]
     rows: list[Raw]
-    place: Any = None
+    end: Any = None
 
 
-def read_part(part: Part, place: Any = None) -> Iterator[Batch]:
-    """The rows of a part from `place` on. A `UserError` names the part and its flag."""
-    name = part.name
+def read_shard(shard: Shard, offset: Offset = None) -> Iterator[Batch]:
+    """The rows of a shard from an offset on. A `UserError` names the shard and its flag."""
+    name = shard.name
     try:
         with reading("cannot be read"):
-            left = part.numbered_rows(place)
-            batch = list(islice(left, BATCH_ROWS))
+            rows_left = shard.numbered_rows(offset)
+            batch = list(islice(rows_left, BATCH_ROWS))
             while batch:
                 origins = [f"{name}, row {row_number}" for row_number, _, _ in batch]
                 rows = [row for _, row, _ in batch]
-                _, _, place_after = batch[-1]
-                yield Batch(origins, rows, place_after)
-                batch = list(islice(left, BATCH_ROWS))
+                _, _, end = batch[-1]
+                yield Batch(origins, rows, end)
+                batch = list(islice(rows_left, BATCH_ROWS))
     except UserError as problem:
-        raise UserError(f"{part.flag} {name}: {problem}") from problem
+        raise UserError(f"{shard.flag} {name}: {problem}") from problem
 
 
-class SetPart:
+class SplitShard:
     """A split that `datasets` gives: a table, or one of a `revision` on the hub that is read row by
     row. `key` identifies its rows on this machine, `content` wherever they are stored; `start` is
     the state before the first."""
 
     def __init__(self, name: str, flag: str, rows: Dataset | IterableDataset, revision: str):
-        self.name, self.flag = name, flag
-        self.key = self.content = f"{name} {revision}"
+        self.name = name
+        self.flag = flag
+        self.key = f"{name} {revision}"
+        self.content = self.key
         if isinstance(rows, Dataset):
             files = [Path(file["filename"]) for file in rows.cache_files]
             # a fingerprint does not hold what the function of a `map` read
@@ -100,21 +105,23 @@ class SetPart:
         self.rows: IterableDataset = rows.with_format("arrow")
         self.start = self.rows.state_dict()
 
-    def numbered_rows(self, place: Any) -> PlacedRows:
-        # a place is in a table, whose rows are counted from `state`
-        state, number, after = place or (self.start, 0, 0)
+    def numbered_rows(self, offset: Offset) -> RowsWithOffsets:
+        """The rows behind an offset: [state of `datasets` before a table of rows, number of rows
+        before that table, number of the row that the offset is behind]."""
+        state, row_number, last_number = offset or (self.start, 0, 0)
         # files before it are not read; a state loaded before would stay
         self.rows.load_state_dict(state)
         for table in self.rows.iter(batch_size=BATCH_ROWS):
-            first = number
-            for number, row in enumerate(_rows_of_table(table), first + 1):  # noqa: B020, PLR1704
-                if number > after:
-                    yield number, row, [state, first, number]
+            rows_before = row_number
+            for row in _rows_of_table(table):
+                row_number += 1
+                if row_number > last_number:
+                    yield row_number, row, [state, rows_before, row_number]
             state = self.rows.state_dict()
 
 
 @dataclass(frozen=True)
-class FilePart:
+class FileShard:
     """A data file."""
 
     path: Path
@@ -154,20 +161,21 @@ class FilePart:
                     " repository"
                 )
 
-    def numbered_rows(self, place: Any) -> PlacedRows:
-        """Lines of text or JSON from `place` on, which is [bytes, lines] of the file that are read
-        already; other files are read from their start."""
+    def numbered_rows(self, offset: Offset) -> RowsWithOffsets:
+        """The rows behind an offset. That of lines of text or JSON is [bytes, lines] of the file
+        that are read already; that of other files is the number of a row, and they are read from
+        their start."""
         kind = self.kind
         if kind == "text" or (kind == "json" and _is_json_lines(self.path)):
-            offset, number = place or (0, 0)
+            bytes_read, line_number = offset or (0, 0)
             with _opened(self.path) as file:
                 if file.seekable():
-                    file.seek(offset)
+                    file.seek(bytes_read)
                 else:
-                    deque(islice(file, number), maxlen=0)
+                    deque(islice(file, line_number), maxlen=0)
                 for line in file:
-                    offset = offset + len(line)
-                    number = number + 1
+                    bytes_read += len(line)
+                    line_number += 1
                     filled = line.strip()
                     if not filled:
                         continue
@@ -179,19 +187,21 @@ class FilePart:
                             row = _checked_row(_DECODER.decode(filled.decode("utf-8-sig")))
                     except (RecursionError, ValueError) as problem:
                         row = _refusal(problem, filled.decode("utf-8-sig", "ignore"))
-                    yield number, row, [offset, number]
+                    yield line_number, row, [bytes_read, line_number]
             return
-        after = place or 0
+        last_number = offset or 0
         if kind == "json":
             rows = _json_rows(self.path)
         elif kind in ("parquet", "arrow"):
-            rows = _table_rows(self.path, kind, after)
+            rows = _table_rows(self.path, kind, last_number)
         else:
             rows = _separated_rows(self.path, "," if kind == "csv" else "\t")
-        yield from ((number, row, number) for number, row in rows if number > after)
+        for row_number, row in rows:
+            if row_number > last_number:
+                yield row_number, row, row_number
 
 
-Part = FilePart | SetPart
+Shard = FileShard | SplitShard
 
 
 # Bytes, text and rows
@@ -215,7 +225,7 @@ _DECODER = json.JSONDecoder(parse_constant=_constant)
 
 
 def _refusal(problem: Exception, text: str = "") -> str:
-    """What is wrong with a line or file, and the text around the place. A byte that is not UTF-8 is
+    """What is wrong with a line or file, and the text around the error. A byte that is not UTF-8 is
     shown as a backslash, x and its number; all other errors are those of JSON in `text`."""
     if isinstance(problem, UserError):
         return str(problem)
@@ -227,8 +237,8 @@ def _refusal(problem: Exception, text: str = "") -> str:
         )
     # also Infinity, nesting that is too deep, or a number of more than 4,300 digits
     reason = in_one_line(problem).replace("line 1 column", "column")
-    offset = getattr(problem, "pos", 0)
-    return f"is not JSON ({reason}): {text[max(0, offset - _AROUND) : offset + _AROUND]!r}"
+    position = getattr(problem, "pos", 0)
+    return f"is not JSON ({reason}): {text[max(0, position - _AROUND) : position + _AROUND]!r}"
 
 
 def _row_or_refusal(make: Callable[..., Row], content: Any) -> Raw:
@@ -253,12 +263,13 @@ def _checked_row(row: Any) -> Row:
 # Parquet and Arrow
 
 
-def _table_rows(path: Path, kind: str, after: int) -> Numbered:
-    """The rows from the batch on that holds the one behind row `after`."""
-    is_compressed = path.suffix.lower() in COMPRESSED
-    source: Any = (
-        pa.BufferReader(_opened(path).read()) if is_compressed else pa.memory_map(str(path))
-    )
+def _table_rows(path: Path, kind: str, last_number: int) -> NumberedRows:
+    """The rows from the batch on that holds the one behind row `last_number`."""
+    source: Any
+    if path.suffix.lower() in COMPRESSED:
+        source = pa.BufferReader(_opened(path).read())
+    else:
+        source = pa.memory_map(str(path))
     if kind == "parquet":
         batches = pa.parquet.ParquetFile(source).iter_batches(BATCH_ROWS, use_threads=False)
     else:
@@ -270,7 +281,7 @@ def _table_rows(path: Path, kind: str, after: int) -> Numbered:
         batches = iter(full_table.to_batches(BATCH_ROWS))
     rows_before = 0
     for batch in batches:
-        if rows_before + len(batch) > after:
+        if rows_before + len(batch) > last_number:
             rows = _rows_of_table(pa.Table.from_batches([batch]))
             yield from enumerate(rows, rows_before + 1)
         rows_before += len(batch)
@@ -281,10 +292,15 @@ def _rows_of_table(table: pa.Table) -> list[Row]:
     table.validate(full=True)  # the only check that its text is UTF-8
     if len(set(table.column_names)) < table.num_columns:
         raise UserError(f"several columns have the same name: {', '.join(table.column_names)}")
-    values = [_without_padding(row) for row in table.to_pylist()]
-    return json.loads(
-        json.dumps(values, default=lambda v: {"bytes": len(v)} if isinstance(v, bytes) else str(v))
-    )
+    rows = [_without_padding(row) for row in table.to_pylist()]
+    return json.loads(json.dumps(rows, default=_value_for_json))
+
+
+def _value_for_json(value: Any) -> Any:
+    """What stands for a value that JSON has not."""
+    if isinstance(value, bytes):
+        return {"bytes": len(value)}
+    return str(value)
 
 
 def _without_padding(value: Any, is_of_tools: bool = False) -> Any:
@@ -316,12 +332,12 @@ def _is_json_lines(path: Path) -> bool:
     return first.startswith(b"{") and first.endswith(b"}") and bool(second)
 
 
-def _json_rows(path: Path) -> Numbered:
+def _json_rows(path: Path) -> NumberedRows:
     """The rows of an array or object, all in memory. An object is one row, or columns as pandas
     writes them, such as {"a": {"0": 5, "1": 6}}."""
     with _opened(path) as file:
         content = file.read()
-        text = ""
+    text = ""
     try:
         text = content.decode("utf-8-sig")
         del content  # perhaps gigabytes
@@ -332,9 +348,11 @@ def _json_rows(path: Path) -> Numbered:
         raise UserError(
             f"{wrong}; a .json file is one array, one object, or one object on each line"
         ) from None
-    rows = value if isinstance(value, list) else [value]
-    if isinstance(value, dict):
-        rows = _rows_of_columns(value) or rows
+    rows = [value]
+    if isinstance(value, list):
+        rows = value
+    elif isinstance(value, dict):
+        rows = _rows_of_columns(value) or [value]
     for row_number, row in enumerate(rows, start=1):
         yield row_number, _row_or_refusal(_checked_row, row)
 
@@ -348,13 +366,16 @@ def _rows_of_columns(value: dict[str, Any]) -> list[Row]:
     is_table = all(isinstance(column, dict) and list(column) == keys for column in columns)
     if not is_table or not all(map(str.isdigit, keys)):
         return []
-    return [{name: column[key] for name, column in value.items()} for key in keys]
+    rows = list[Row]()
+    for key in keys:
+        rows.append({name: column[key] for name, column in value.items()})
+    return rows
 
 
 # CSV
 
 
-def _separated_rows(path: Path, delimiter: str) -> Numbered:
+def _separated_rows(path: Path, delimiter: str) -> NumberedRows:
     """Rows of a CSV or TSV file. Every value is text: an answer may be "4", "N/A" or empty. A quote
     in the wrong place ends the file, because any number of lines may be in that field."""
     csv.field_size_limit(sys.maxsize)
@@ -366,6 +387,7 @@ def _separated_rows(path: Path, delimiter: str) -> Numbered:
         filled = (fields for fields in lines if "".join(fields).strip())
 
         def row_of(fields: list[str]) -> Row:
+            """The row of a line. `UnicodeDecodeError` if it is not UTF-8."""
             content = delimiter.join(fields).encode(errors="surrogateescape").decode()
             if len(fields) != len(names):
                 wrong = (
@@ -376,8 +398,9 @@ def _separated_rows(path: Path, delimiter: str) -> Numbered:
             return dict(zip(names, fields, strict=True))
 
         try:
-            # an index of pandas
-            names = [name or f"Unnamed: {place}" for place, name in enumerate(next(filled, []))]
+            names = list[str]()
+            for index, name in enumerate(next(filled, [])):
+                names.append(name or f"Unnamed: {index}")  # as pandas calls an index
             if len(row_of(names)) < len(names):
                 raise UserError(f"several columns have the same name: {', '.join(names)}")
             if len(names) == 1 and any(mark in names[0] for mark in ";\t,"):
@@ -385,9 +408,8 @@ def _separated_rows(path: Path, delimiter: str) -> Numbered:
                     f"the header is one column, {names[0]!r}; a .csv file needs commas, a .tsv file"
                     " tabs"
                 )
-            yield from (
-                (number, _row_or_refusal(row_of, fields)) for number, fields in enumerate(filled, 1)
-            )
+            for row_number, fields in enumerate(filled, start=1):
+                yield row_number, _row_or_refusal(row_of, fields)
         except UnicodeDecodeError as problem:  # in the header
             raise UserError(_refusal(problem)) from None
         except csv.Error as problem:
