@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,13 +116,17 @@ def field_at(row: Row, path: str) -> Any:
     `passages.0.text`, `output.1:` for the entries of a list from the second one on. `UserError` if
     there is none. A column of whole numbers that lacks one is often stored as floats: NaN is None,
     and 3.0 is 3."""
+    value = row[path] if path in row else _inner_field(row, path)
+    if isinstance(value, float) and (math.isnan(value) or value.is_integer()):
+        return None if math.isnan(value) else int(value)
+    return value
+
+
+def _inner_field(row: Row, path: str) -> Any:
+    """The value of a field inside a column. `UserError` if there is none."""
     value: Any = row
-    keys = path.split(".")
-    if path in row:
-        value = row[path]
-        keys = []
     done = list[str]()
-    for key in keys:
+    for key in path.split("."):
         value = json_value(value)
         entry = key.removesuffix(":")
         if isinstance(value, dict) and key in value:
@@ -137,12 +142,6 @@ def field_at(row: Row, path: str) -> Any:
                 where = f": '{'.'.join(done)}' is {kind_of(value)}"
             raise UserError(f"has no '{path}'{where}")
         done.append(key)
-    if isinstance(value, float):
-        if math.isnan(value):
-            return None
-        if value.is_integer():
-            return int(value)
-        return value
     return value
 
 
@@ -226,12 +225,10 @@ def checked(value: Any, kind: type, name: str, expected: str) -> Any:
 
 def json_value(value: Any) -> Any:
     """The list or object that a JSON text holds; any other value as it is."""
-    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
 
 
 def from_json(value: Any) -> Any:
@@ -240,19 +237,25 @@ def from_json(value: Any) -> Any:
     parsed = json_value(value)
     if parsed is value:
         return value
+    return _messages_in(parsed) or value
+
+
+def _messages_in(parsed: Any) -> Any:
+    """A list of messages, the one in an object with the key `messages`, or one message, each as it
+    is; None in anything else."""
     if isinstance(parsed, dict) and isinstance(parsed.get("messages"), list):
         parsed = parsed["messages"]
     is_list = isinstance(parsed, list)
     turns = parsed if is_list else [parsed]
     if not all(isinstance(turn, dict) and {"role", "from"} & set(turn) for turn in turns):
-        return value
+        return None
     has_texts = all({"content", "value", "tool_calls"} & set(turn) for turn in turns)
     roles = [str(turn.get("role", turn.get("from"))).strip().lower() for turn in turns]
     has_roles = all(role in ROLES for role in roles)
     # of three signs one may fail: turns without content, or with other roles, are refused later
-    if turns and [is_list, has_texts, has_roles].count(True) >= 2:
-        return parsed
-    return value
+    if [is_list, has_texts, has_roles].count(True) < 2:
+        return None
+    return parsed
 
 
 # Messages
@@ -324,7 +327,8 @@ def read_messages(value: Any, column: str, role_names: dict[str, str] | None = N
                 " the first one"
             )
         value = value[0]
-    value = turns_in(value) or value
+    if not _has_role(value[0]):
+        value = turns_in(value) or value
     if all(isinstance(text, str) for text in value):
         value = [
             {"role": ("user", "assistant")[index % 2], "content": text}
@@ -335,6 +339,13 @@ def read_messages(value: Any, column: str, role_names: dict[str, str] | None = N
         _read_message(message, roles, f"message {position} of '{column}'")
         for position, message in enumerate(value, start=1)
     ]
+
+
+def _has_role(message: Any) -> bool:
+    """Whether a value is a message that says who speaks."""
+    return isinstance(message, dict) and (
+        message.get("role") is not None or message.get("from") is not None
+    )
 
 
 def _read_message(message: Any, roles: dict[str, str], name: str) -> Message:
@@ -367,10 +378,13 @@ def _read_message(message: Any, roles: dict[str, str], name: str) -> Message:
     elif content is None:
         raise UserError(f"{name} has no {content_key}")
     weights = {key: rest.pop(key) for key in WEIGHTS if key in rest}
-    if _excluded(weights, role, name):
+    if weights and _excluded(weights, role, name):
         rest[CONTEXT] = True
-    text = _content_text("" if content is None else content, name)
-    return {"role": role, "content": text, **rest}
+    if content is None:
+        content = ""
+    if not isinstance(content, str):
+        content = _joined_texts(content, name)
+    return {"role": role, "content": content, **rest}
 
 
 def _excluded(weights: dict[str, Any], role: str, name: str) -> bool:
@@ -388,10 +402,8 @@ def _excluded(weights: dict[str, Any], role: str, name: str) -> bool:
     return role == "assistant" and any(map(leaves_out, weights.values()))
 
 
-def _content_text(content: Any, name: str) -> str:
-    """The text of a message's content, which may be a list of text parts."""
-    if isinstance(content, str):
-        return content
+def _joined_texts(content: Any, name: str) -> str:
+    """The text of a message's content that is a list of text parts."""
     texts = list[str]()
     for block in checked(content, list, f"the content of {name}", "text or text parts"):
         kind = type(block).__name__
