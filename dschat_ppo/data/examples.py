@@ -406,7 +406,7 @@ def _joined_texts(content: Any, name: str) -> str:
     """The text of a message's content that is a list of text parts."""
     texts = list[str]()
     for block in checked(content, list, f"the content of {name}", "text or text parts"):
-        kind = type(block).__name__
+        kind: Any = type(block).__name__
         if isinstance(block, dict):
             kind = block.get("type")
         if kind != "text" or not isinstance(block.get("text"), str):
