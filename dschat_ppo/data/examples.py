@@ -65,8 +65,7 @@ _EXPECTED = (
     "system, user, assistant or tool (also human, gpt, ...); --role_names 'theirs=ours' names"
     " others"
 )
-# Keys of turns, and columns, by which data sets leave something out of the training (0) or train it
-# (1).
+# Keys of turns, and columns, that leave something out of the training (0) or train it (1)
 WEIGHTS = ("weight", "weights", "loss_mask", "mask", "train", "trainable", "training", "loss")
 # keys of turns, and columns, of what precedes an answer
 THOUGHTS = "reasoning_content", "thinking", "reasoning"
@@ -132,10 +131,7 @@ def _inner_field(row: Row, path: str) -> Any:
         if isinstance(value, dict) and key in value:
             value = value[key]
         elif isinstance(value, list) and entry.isdigit() and int(entry) < len(value):
-            if entry == key:
-                value = value[int(entry)]
-            else:
-                value = value[int(entry) :]
+            value = value[int(entry)] if entry == key else value[int(entry) :]
         else:
             where = ""
             if done:
