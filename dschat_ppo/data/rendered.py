@@ -175,12 +175,11 @@ def remarks_on(
     for answer, turn in zip(example.answers, turns, strict=True):
         if isinstance(answer, str):
             trained_texts.append(answer)
-            continue
-        trained_texts.append(str(answer.get("content") or ""))
-        letters = "".join(turn.split())
-        for key in THOUGHTS:
-            if _thought(answer, key) not in letters:
-                remarks.append(_LOST_THOUGHTS.format(key))
+        if isinstance(answer, dict):
+            trained_texts.append(str(answer.get("content") or ""))
+            letters = "".join(turn.split())
+            lost_keys = [key for key in THOUGHTS if _thought(answer, key) not in letters]
+            remarks += [_LOST_THOUGHTS.format(key) for key in lost_keys]
     if all_turns and not isinstance(example.prompt, str):
         template = str(tokenizer.chat_template)
         for message in example.prompt:
