@@ -98,10 +98,7 @@ def json_calls(text: str, start: int) -> tuple[list[WrittenCall], int]:
     end = start
     position = _BETWEEN.match(text, end).end()  # type: ignore[union-attr]  # it may be empty
     while not calls or text.startswith("{", position):
-        try:
-            value, end = _DECODER.raw_decode(text, position)
-        except (ValueError, RecursionError) as problem:
-            raise MalformedCallError(f"the tool call is not valid JSON ({problem})") from None
+        value, end = _decode(text, position)
         values = value if isinstance(value, list) else [value]
         for each in values:
             if not isinstance(each, dict) or not isinstance(each.get("name"), str):
@@ -141,11 +138,18 @@ def _read(text: str, start: int) -> tuple[list[WrittenCall], int]:
     if named is None:
         return json_calls(text, start)
     arguments_start = _BETWEEN.match(text, named.end()).end()  # type: ignore[union-attr]
+    arguments, end = _decode(text, arguments_start)
+    return [WrittenCall(named[1], arguments, named[2])], end
+
+
+def _decode(text: str, start: int) -> tuple[Any, int]:
+    """The JSON that begins at the character `start`, and where it ends. The message of an error
+    counts characters from there."""
     try:
-        arguments, end = _DECODER.raw_decode(text, arguments_start)
+        value, length = _DECODER.raw_decode(text[start:])
     except (ValueError, RecursionError) as problem:
         raise MalformedCallError(f"the tool call is not valid JSON ({problem})") from None
-    return [WrittenCall(named[1], arguments, named[2])], end
+    return value, start + length
 
 
 def _tagged_calls(text: str, start: int) -> tuple[list[WrittenCall], int]:

@@ -3,8 +3,9 @@
     python -m dschat_ppo.tools.chat --model A [--compare B]
 
 /help lists the commands. A and B are model folders, adapter folders or hub names. Messages are
-rendered with the chat template of the tokenizer; without one, the texts of the conversation are
-joined as they are, and the model continues them. The model can call --tools and those of an
+rendered with the chat template of the tokenizer; without one, or with --apply_chat_template False
+for a model of text prompts, the texts of the conversation are joined as they are, and the model
+continues them. The model can call --tools and those of an
 --environment. An environment without tools takes the part of the user: each message begins an
 episode. If input or output is not a terminal, each line of the input is a message and answers are
 plain lines.
@@ -17,11 +18,12 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
 from dschat_ppo.common.exit_codes import DONE
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.environment_flags import EnvironmentFlags
-from dschat_ppo.config.flag_parser import FlagParser, add_groups
+from dschat_ppo.config.flag_parser import FlagParser, add_groups, values_of
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools import exit_code_of
 from dschat_ppo.tools.sampling_settings import (
@@ -65,6 +67,13 @@ def read_arguments(
         " CPU (default: auto)",
     )
     parser.add_argument(
+        "--apply_chat_template",
+        **values_of(bool),
+        default=True,
+        help="False: join the texts as they are, as in training on prompts that are text; the"
+        " tokenizer may have a chat template all the same (default: True)",
+    )
+    parser.add_argument(
         "--chat_template",
         metavar="NAME",
         help=(
@@ -77,6 +86,12 @@ def read_arguments(
     add_sampling_flags(parser)
     add_groups(parser, [EnvironmentFlags], without=NOT_HERE)
     words = parser.parse_args(argv)
+    if not words.apply_chat_template:
+        for name in ("system", "chat_template", "chat_template_kwargs", "tools"):
+            if getattr(words, name):
+                raise UserError(
+                    f"--{name} needs the chat template: omit it, or --apply_chat_template False"
+                )
     data = DataFlags(
         ["unused"],
         chat_template=words.chat_template,
@@ -108,6 +123,8 @@ def chat(
     quiet_libraries()
     names = [("--model", words.model)] + ([("--compare", words.compare)] if words.compare else [])
     checked = checked_models(names, data)
+    if not words.apply_chat_template:
+        checked = [replace(model, is_for_text=True) for model in checked]
     if words.system and any(model.tokenizer.chat_template is None for model in checked):
         raise UserError(
             "--system needs a chat template, but a tokenizer has none; name one with"

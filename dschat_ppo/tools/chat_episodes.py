@@ -38,6 +38,8 @@ class EpisodeModel(ChatModel):
         self.flags = flags
         self.rollouts = rollouts
         self.tools = rollouts.tools
+        if self.tools and not self.has_template:
+            raise UserError("tools need the chat template: omit --apply_chat_template False")
         # tokens of the person's messages
         self.messages = ObservationTokens(self.tokenizer, self.tools, sys.maxsize)
         # tokens of conversations, by the contents of their messages

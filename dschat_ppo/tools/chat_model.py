@@ -44,13 +44,14 @@ _CONTEXT = 16  # tokens of a text prompt before which its answer is decoded
 class CheckedModel:
     """A model folder, or adapter folder, that can be loaded, and its tokenizer with the chat
     template of the flags. `name` is as the user gave it after `flag`; `label` is short and
-    distinguishes it from the others."""
+    distinguishes it from the others. `is_for_text`: its prompts are text, without the template."""
 
     name: str
     label: str
     flag: str
     folder: str
     tokenizer: PreTrainedTokenizerBase
+    is_for_text: bool = False
 
 
 def checked_models(
@@ -96,7 +97,7 @@ class ChatModel:
         self.path = shown_path(checked.name)
         self.tokenizer = checked.tokenizer
         # otherwise texts are joined as they are
-        self.has_template = checked.tokenizer.chat_template is not None
+        self.has_template = checked.tokenizer.chat_template is not None and not checked.is_for_text
         self.tools: list[dict[str, Any]] = []  # JSON schemas for the chat template
         model: Any = load_causal_lm(checked.folder, dtype, None)
         self.model: PreTrainedModel = model.to(dist.device()).eval()
@@ -120,8 +121,8 @@ class ChatModel:
             return encode_prompt(self.tokenizer, messages, self.tools or None)
         if any(message["role"] == "system" for message in messages):
             raise UserError(
-                f"{self.name}: its tokenizer has no chat template, so it takes no system message;"
-                " name a template with --chat_template"
+                f"{self.name}: its messages have no chat template, so it takes no system message;"
+                " name a template with --chat_template, and omit --apply_chat_template False"
             )
         return encode_prompt(self.tokenizer, "".join(message["content"] for message in messages))
 
@@ -247,9 +248,7 @@ class Terminal:
         rest = rest.strip()
         if name == "system":
             if rest and not all(model.has_template for model in self.models):
-                raise UserError(
-                    "a tokenizer has no chat template, so its model takes no system message"
-                )
+                raise UserError("a model has no chat template here, so it takes no system message")
             self.system = rest
             note(f"system message: {rest}" if rest else "no system message")
         elif name == "set":

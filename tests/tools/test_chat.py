@@ -101,7 +101,7 @@ def test_system_message_and_settings(chat):
     output, _ = chat(["a", "/system be kind", "b", "/system", "c"], model, system="be short")
     assert [asked[0] for asked, _, _ in model.asked] == ["be short", "be kind", "a"]
     assert "system message: be kind\n" in output and "no system message\n" in output
-    assert "a tokenizer has no chat template" in chat(["/system x"], Echo(), Echo("B", False))[0]
+    assert "a model has no chat template here" in chat(["/system x"], Echo(), Echo("B", False))[0]
     model = Echo()
     output, _ = chat(
         ["/set temperature 0.5", "a", "/set", "/set top_p 7", "/set top_p", "/set heat 1"], model

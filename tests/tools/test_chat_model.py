@@ -1,6 +1,7 @@
 """Conversations to prompts and answers, with tiny models with and without a chat template."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +54,26 @@ def test_without_a_template_texts_are_joined(plain):
         UserError, match="no chat template, so it takes no system message.*--chat_template"
     ):
         plain.prompt_ids(conversation("be kind", [], "c"))
+
+
+def test_a_model_of_text_prompts_gets_no_template_of_its_tokenizer(assets, templated):
+    [checked] = checked_models([("--model", str(assets / "lm"))], CHAT)
+    model = ChatModel(replace(checked, is_for_text=True), "fp32")
+    messages = conversation("", [("Where is", " the lamp")], " now")
+    assert model.prompt_ids(messages) == model.tokenizer.encode("Where is the lamp now")
+    assert model.ends == templated.ends
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [["--system", "x"], ["--chat_template", "chatml"], ["--tools", "calculator"]],
+)
+def test_text_prompts_have_nothing_that_a_template_renders(flag):
+    with pytest.raises(UserError, match=f"^{flag[0]} needs the chat template"):
+        read_arguments(["--model", "m", "--apply_chat_template", "False", *flag])
+    words = read_arguments(["--model", "m", "--apply_chat_template", "False"])[0]
+    assert words.apply_chat_template is False
+    assert read_arguments(["--model", "m"])[0].apply_chat_template is True
 
 
 @torch.no_grad()
