@@ -26,9 +26,10 @@ from dschat_ppo.algorithms.actor_critic_losses import (
     ppo,
     value_losses,
 )
-from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs, gae, token_rewards
+from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs, gae
 from dschat_ppo.algorithms.aggregation import masked_sum, masked_whiten
 from dschat_ppo.algorithms.kl import kl_k1, kl_loss
+from dschat_ppo.algorithms.token_rewards import token_rewards
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.engine.optimizer_step import accumulate, apply
 from dschat_ppo.ppo.components import PPOComponents

@@ -46,11 +46,12 @@ class PolicyTerms:
 class PolicyLossSettings:
     """Constants of the policy losses."""
 
-    # lower clip of the ratio at 1 - this (gmpo: of the log-ratio at -this)
+    # lower clip of the ratio at 1 - this (gmpo: of the log-ratio at -this; dppo_tv and dppo_kl: the
+    # largest divergence)
     clip_eps_low: float = 0.2
-    # upper clip of the ratio at 1 + this (gmpo: of the log-ratio at this)
+    # upper clip of the ratio at 1 + this (gmpo: of the log-ratio at this; dppo_tv and dppo_kl: the
+    # largest divergence)
     clip_eps_high: float = 0.2
-    #   both: of dppo_tv and dppo_kl, the largest divergence
     # c > 1 bounds the loss at -c A where A < 0 (ppo, gspo, clip_cov); 0 = off
     dual_clip: float = 0.0
     sapo_tau_positive: float = 1.0  # temperature of sapo where A > 0
@@ -75,7 +76,8 @@ def ppo(
     """`max(-A rho, -A clip(rho, 1 - low, 1 + high))` (Schulman et al. 2017, eq. 7). Unequal bounds:
     clip-higher (DAPO, Yu et al. 2025). `dual_clip` c: at most `-c A` where A < 0 (Ye et al. 2020).
     `ratio` (B, R) replaces rho."""
-    ratio = terms.log_ratio.exp() if ratio is None else ratio
+    if ratio is None:
+        ratio = terms.log_ratio.exp()
     advantages = zero_outside(terms.advantages, terms.mask)
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - settings.clip_eps_low, 1 + settings.clip_eps_high)
@@ -160,11 +162,11 @@ def dppo_tv(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
 def dppo_kl(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
     """`-A rho` within a bound on the KL of the sampled token against all others, `p_old log(p_old /
     p) + (1 - p_old) log((1 - p_old) / (1 - p))` (DPPO, Qi et al. 2026); see `_within`."""
-    new, old = (
-        lp.detach().clamp_max(CLOSEST_TO_ONE) for lp in (terms.logprobs, terms.old_logprobs)
-    )  # (B, R) each
-    others = -old.expm1() * (_log1mexp(old) - _log1mexp(new))
-    return _within(terms, settings, old.exp() * (old - new) + others)
+    new = terms.logprobs.detach().clamp_max(CLOSEST_TO_ONE)  # (B, R)
+    old = terms.old_logprobs.detach().clamp_max(CLOSEST_TO_ONE)
+    of_sampled = old.exp() * (old - new)
+    of_all_others = -old.expm1() * (_log1mexp(old) - _log1mexp(new))
+    return _within(terms, settings, of_sampled + of_all_others)
 
 
 def _log1mexp(x: Tensor) -> Tensor:
@@ -236,8 +238,9 @@ def value_losses(
     Returns (losses, clipped): fp32 with gradient, 0 outside the mask; bool, True where the clipped
     error is the larger one, so that the token has no gradient.
     """
-    # (B, R) each
-    values, old_values, returns = (zero_outside(x, mask) for x in (values, old_values, returns))
+    values = zero_outside(values, mask)
+    old_values = zero_outside(old_values, mask)
+    returns = zero_outside(returns, mask)
     error = (values - returns) ** 2
     clipped_error = error
     if clip_eps > 0:

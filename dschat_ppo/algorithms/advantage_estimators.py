@@ -1,5 +1,4 @@
-"""Reward shaping, from the score of an answer to the reward of its last token; and advantage
-estimators, one function each, from `AdvantageInputs` to (advantages, returns).
+"""Advantage estimators, one function each, from `AdvantageInputs` to (advantages, returns).
 
 Both results of an estimator have the shape and dtype of the rewards, (B, R), and are 0 outside the
 mask. `returns` are the critic's targets for gae; for the other estimators they are the discounted
@@ -7,8 +6,8 @@ return-to-go and are only logged. No estimator whitens: the caller does so over 
 ranks (`WHITENED` in `config/algorithm_flags.py`).
 
 In the formulas S is the score of a row: the sum of its token rewards, so a KL penalty is subtracted
-before any baseline. Estimators that compare the answers to one prompt give 0 to a row that has no
-other answer to be compared with, and exactly 0 to all rows of a group whose scores are equal but
+before any baseline. Estimators that compare the responses to one prompt give 0 to a row that has no
+other response to be compared with, and exactly 0 to all rows of a group whose scores are equal but
 for rounding. They compute `S - mean` from the gaps to the group's best score (`Groups.gaps`), in
 fp64.
 """
@@ -23,84 +22,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dschat_ppo.algorithms.aggregation import zero_outside
-from dschat_ppo.algorithms.groups import ROUNDING, Groups
-
-SMALLEST_SCALE = 1e-8
-
-
-def clip_scores(scores: Tensor, bound: float) -> Tensor:
-    """(B,) fp32, `scores` clipped to +-`bound`; unchanged if `bound` is 0."""
-    if bound > 0:
-        return scores.clamp(-bound, bound)
-    return scores
-
-
-def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
-    """Soft overlong penalty, to be added to scores (DAPO, Yu et al. 2025, eq. 13).
-
-    `lengths` (B,) int64, response tokens -> (B,) fp32: 0 up to `max_length - buffer` tokens, then
-    linear down to `-factor` at `max_length`, and constant beyond. `buffer` is at least 1.
-    """
-    excess = (lengths - (max_length - buffer)).clamp(0, buffer)
-    return -factor * excess.float() / buffer
-
-
-def missing_eos(ended: Tensor, penalty: float) -> Tensor:
-    """(B,) fp32, to be added to scores: 0 where `ended` (B,) bool is True, else `-penalty`."""
-    return torch.where(ended, 0.0, -penalty)
-
-
-class RunningScale:
-    """Running mean and standard deviation of all scores seen, to divide scores by the deviation
-    without shifting them.
-
-    Batches are merged by the parallel update of Chan et al. 1979, in Python floats, so that ranks
-    that see the same scores hold the same state. The deviation is the unbiased one (n - 1).
-    """
-
-    def __init__(self) -> None:
-        self.count = 0.0
-        self.mean = 0.0
-        self._squares = 0.0  # sum of squared distances from the mean
-
-    @property
-    def std(self) -> float:
-        """Unbiased standard deviation; 0 for fewer than two scores."""
-        if self.count > 1:
-            return float((self._squares / (self.count - 1)) ** 0.5)
-        return 0.0
-
-    def update(self, scores: Tensor) -> None:
-        """Add `scores`, (B,) fp32 of all ranks; B may be 0."""
-        if scores.numel() == 0:
-            return
-        scores = scores.detach().double()
-        count = float(scores.numel())
-        mean = float(scores.mean())
-        squares = float(((scores - mean) ** 2).sum())
-        distance = mean - self.mean
-        total = self.count + count
-        self._squares += squares + distance**2 * self.count * count / total
-        self.mean += distance * count / total
-        self.count = total
-
-    def scale(self, scores: Tensor) -> Tensor:
-        """(B,) fp32, `scores / std`; unchanged before two scores are seen, and while all are equal
-        but for rounding (std below 1e-8, or below 1e-6 of the mean). The division would make the
-        first different scores huge."""
-        if self.std < max(SMALLEST_SCALE, ROUNDING * abs(self.mean)):
-            return scores
-        return scores / self.std
-
-    def state_dict(self) -> dict[str, float]:
-        """The state as plain numbers, for `load_state_dict`."""
-        return {"count": self.count, "mean": self.mean, "squares": self._squares}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore what `state_dict` returned."""
-        self.count = state["count"]
-        self.mean = state["mean"]
-        self._squares = state["squares"]
+from dschat_ppo.algorithms.groups import Groups
+from dschat_ppo.algorithms.token_rewards import is_last_token
 
 
 @dataclass(frozen=True)
@@ -113,7 +36,7 @@ class AdvantageInputs:
     values: Tensor | None
     response_mask: Tensor  # (B, R) bool, True on response tokens; rows may have none
     groups: Tensor  # (B,) int64, number of the row's prompt: any numbers, rows in any order
-    # (B,) fp32, score of the greedy answer to the row's prompt; None except for remax
+    # (B,) fp32, score of the greedy response to the row's prompt; None except for remax
     baselines: Tensor | None
     gamma: float  # discount per token, in [0, 1]
     lam: float  # lambda of gae, in [0, 1]
@@ -121,9 +44,9 @@ class AdvantageInputs:
     normalise_std: bool = True
     batch_std: bool = False  # instead by that of all rows
     epsilon: float = 1e-6  # added to that standard deviation
-    # (B,) fp32, scores before the KL penalty (gdpo: before all penalties); None: the
+    # (B,) fp32, scores before the KL penalty (gdpo: before all penalties); None: the rewards hold
+    # no penalty
     scores: Tensor | None = None
-    #   rewards hold no penalty
     # (B, K) fp32, by each reward source; NaN where it does not score the row
     source_scores: Tensor | None = None
     source_weights: Tensor | None = None  # (K,) fp64, weights of the sources in the score
@@ -132,18 +55,6 @@ class AdvantageInputs:
 
 
 Estimator = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
-
-
-def token_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, kl_coef: float) -> Tensor:
-    """`-kl_coef * kl` on each response token, plus the row's score on its last one (Ouyang et al.
-    2022, eq. 2).
-
-    `scores` (B,) and `kl` (B, R) fp32 -> (B, R) fp32, 0 outside `response_mask` (B, R) bool. The
-    mask may have gaps; a row without a True has no reward at all.
-    """
-    # (B, 1) over (B, R)
-    rewards = torch.where(_last_token(response_mask), scores.unsqueeze(1), 0.0) - kl_coef * kl
-    return zero_outside(rewards, response_mask)
 
 
 def returns_to_go(rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
@@ -263,7 +174,7 @@ def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
     A group with equal scores adds nothing to the gradient but counts in its denominator; alpha
     corrects for that. It is B / (B - M) of the paper, with M the rows of groups with equal scores,
-    and not the rows of score 0 as in some implementations: a wrong answer in a mixed group
+    and not the rows of score 0 as in some implementations: a wrong response in a mixed group
     contributes, and a right one in a group of ones does not. The inputs must hold the rows of all
     ranks. A KL penalty inside S makes scores unequal, so alpha is 1.
     """
@@ -297,7 +208,7 @@ def maxrl(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """`(S - mean) / mean` over the group, on every token; 0 where the mean is not above 0 (MaxRL,
     Tajwar et al. 2026, arXiv 2602.02710).
 
-    For scores of 0 and 1 and n answers this is the gradient of the log of the success rate,
+    For scores of 0 and 1 and n responses this is the gradient of the log of the success rate,
     truncated at order n - 1: of `-sum_(k=1)^(n-1) (1 - p)^k / k`, with p the success rate. Scores,
     before the KL penalty, must be 0 or above: with negative ones a mean close to 0 makes advantages
     huge. The penalty is subtracted as it is, compared within the group.
@@ -349,7 +260,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tenso
 
 
 def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """The return-to-go, with the score of the greedy answer as the baseline (ReMax, Li et al.
+    """The return-to-go, with the score of the greedy response as the baseline (ReMax, Li et al.
     2024)."""
     assert inputs.baselines is not None
     return _above_baseline(inputs.baselines, inputs)
@@ -366,7 +277,7 @@ def by_turn(
     of the mask. `turn_rewards` (B, R) fp32 is the part of the scores that is in the rewards before
     the last token.
 
-    What is left of a score after a turn has the rounding of the whole score: of equal episodes it
+    What remains of a score after a turn has the rounding of the whole score: of equal episodes it
     may be 0 and 1e-5. So whether such scores are equal is decided by the size of the whole ones.
     """
     mask = inputs.response_mask
@@ -376,20 +287,20 @@ def by_turn(
     turns = torch.where(mask, starts.cumsum(dim=1), 0)  # (B, R), from 1 on
     advantages = torch.zeros_like(inputs.rewards)
     for turn in range(1, int(turns.max()) + 1):
-        left = turns >= turn
+        remaining = turns >= turn  # (B, R)
         scores = None
         if inputs.scores is not None:
-            earlier = zero_outside(turn_rewards, mask & ~left).double().sum(dim=1)  # (B,)
+            earlier = zero_outside(turn_rewards, mask & ~remaining).double().sum(dim=1)  # (B,)
             scores = inputs.scores.double() - earlier
         from_turn = replace(
             inputs,
-            rewards=zero_outside(inputs.rewards, left),
-            response_mask=left,
+            rewards=zero_outside(inputs.rewards, remaining),
+            response_mask=remaining,
             scores=scores,
             magnitudes=magnitudes,
         )
-        of_turn, _ = estimate(from_turn)
-        advantages = torch.where(turns == turn, of_turn, advantages)
+        advantages_from_turn, _ = estimate(from_turn)
+        advantages = torch.where(turns == turn, advantages_from_turn, advantages)
     return advantages, returns_to_go(inputs.rewards, mask, inputs.gamma)
 
 
@@ -434,9 +345,9 @@ def _divisor(std: Tensor, inputs: AdvantageInputs) -> Tensor:
 def _batch_std(values: Tensor, groups: Groups) -> Tensor:
     """Unbiased standard deviation of `values` (B,) fp64 over the counted rows of all groups, (); 0
     for one row."""
-    kept = values[groups.counted]
-    if len(kept) > 1:
-        return kept.std()
+    counted = values[groups.counted]
+    if len(counted) > 1:
+        return counted.std()
     return values.new_zeros(())
 
 
@@ -464,14 +375,9 @@ def _above_baseline(baselines: Tensor, inputs: AdvantageInputs) -> tuple[Tensor,
     """
     mask = inputs.response_mask
     # (B, 1) over (B, R)
-    rewards = inputs.rewards - torch.where(_last_token(mask), baselines.unsqueeze(1), 0.0)
+    rewards = inputs.rewards - torch.where(is_last_token(mask), baselines.unsqueeze(1), 0.0)
     advantages = returns_to_go(rewards, mask, inputs.gamma).to(inputs.rewards.dtype)
     return advantages, returns_to_go(inputs.rewards, mask, inputs.gamma)
-
-
-def _last_token(mask: Tensor) -> Tensor:
-    """(B, R) bool, True on the last True token of each row."""
-    return mask & (mask.cumsum(dim=1) == mask.sum(dim=1, keepdim=True))
 
 
 ESTIMATORS: dict[str, Estimator] = {

@@ -54,7 +54,7 @@ class Denominators:
 
     tokens: float  # True tokens of the mask
     rows: float  # rows with at least one True token
-    constant: float  # all rows, empty ones too, times the longest answer that is allowed
+    constant: float  # all rows, empty ones too, times the longest response that is allowed
 
 
 def aggregate(
@@ -75,12 +75,16 @@ def aggregate(
     """
     if mode == "seq_mean_token_mean":
         return row_means(losses, mask).sum() / denominators.rows  # (B, R) -> (B,) -> scalar
-    counts = {"token_mean": denominators.tokens, "seq_mean_token_sum": denominators.rows}
-    return masked_sum(losses, mask) / (counts | {"constant": denominators.constant})[mode]
+    counts = {
+        "token_mean": denominators.tokens,
+        "seq_mean_token_sum": denominators.rows,
+        "constant": denominators.constant,
+    }
+    return masked_sum(losses, mask) / counts[mode]
 
 
 def aggregate_steps(scores: Tensor, step_mask: Tensor, how: StepAggregation) -> Tensor:
-    """One score in [0, 1] for each answer, (B,) fp32, from the probabilities `sigmoid(s)` of its
+    """One score in [0, 1] for each response, (B,) fp32, from the probabilities `sigmoid(s)` of its
     steps.
 
     "min" and "product" are the two of Lightman et al. 2023 (appendix F) and Wang et al. 2024.

@@ -29,16 +29,18 @@ class AdaptiveKL:
     """`value *= 1 + clip(KL / target - 1, -0.2, 0.2) * count / horizon` (Ziegler et al. 2019,
     section 2.2).
 
-    `target` is per token or per row, like the KL of `update`; over `horizon` answers the
-    coefficient changes by 20 % at most. An update over more answers counts as one over `horizon`,
+    `target` is per token or per row, like the KL of `update`; over `horizon` responses the
+    coefficient changes by 20 % at most. An update over more responses counts as one over `horizon`,
     so that the factor stays between 0.8 and 1.2: at 0 or below, the product could not recover.
     """
 
     def __init__(self, value: float, target: float, horizon: int) -> None:
-        self.value, self.target, self.horizon = value, target, horizon
+        self.value = value
+        self.target = target
+        self.horizon = horizon
 
     def update(self, kl: float, count: int) -> None:
-        """Adapt the coefficient after a PPO step over `count` answers with a mean KL of `kl`
+        """Adapt the coefficient after a PPO step over `count` responses with a mean KL of `kl`
         nats."""
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * min(count / self.horizon, 1)
@@ -62,8 +64,11 @@ class AdaptiveEntropy:
     """
 
     def __init__(self, value: float, target: float, delta: float, largest: float) -> None:
-        self.target, self.delta, self.largest = target, delta, largest
-        self._coefficient, self._applied = value, True
+        self.target = target
+        self.delta = delta
+        self.largest = largest
+        self._coefficient = value
+        self._applied = True
 
     @property
     def value(self) -> float:
@@ -74,8 +79,11 @@ class AdaptiveEntropy:
         """Adapt the coefficient after a PPO step with a mean entropy of `entropy` nats; `count` is
         not used."""
         self._applied = entropy <= self.target
-        moved = self._coefficient + (self.delta if self._applied else -self.delta)
-        self._coefficient = min(max(moved, 0.0), self.largest)
+        if self._applied:
+            coefficient = self._coefficient + self.delta
+        else:
+            coefficient = self._coefficient - self.delta
+        self._coefficient = min(max(coefficient, 0.0), self.largest)
 
     def state_dict(self) -> dict[str, float]:
         """The state, for `load_state_dict`."""

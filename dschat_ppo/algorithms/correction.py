@@ -45,7 +45,9 @@ def importance_weights(
     weights = log_weights.clamp(-LARGEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT).exp()
     if mode == "truncate":
         return zero_outside(weights.clamp(floor, cap), mask)
-    outside = (weights > cap) | (weights < (1 / cap if floor is None else floor))
+    if floor is None:
+        floor = 1 / cap
+    outside = (weights > cap) | (weights < floor)
     return zero_outside(weights.masked_fill(outside, 0.0), mask)
 
 
@@ -85,10 +87,11 @@ def token_covariances(advantages: Tensor, logprobs: Tensor, mask: Tensor) -> Ten
     """`(A - mean A) (lp - mean lp)` for each token, (B, R) fp32, means over the mask, 0 outside
     (Cui et al. 2025)."""
     count = mask.sum().clamp_min(1)
-    advantages, logprobs = (
-        x - masked_sum(x, mask) / count for x in (advantages.detach(), logprobs.detach())
-    )
-    return zero_outside(advantages * logprobs, mask)
+    advantages = advantages.detach()
+    logprobs = logprobs.detach()
+    centred_advantages = advantages - masked_sum(advantages, mask) / count
+    centred_logprobs = logprobs - masked_sum(logprobs, mask) / count
+    return zero_outside(centred_advantages * centred_logprobs, mask)
 
 
 def clip_cov_tokens(
@@ -108,10 +111,9 @@ def clip_cov_tokens(
     """
     # (N, 2) row and column
     candidates = (mask & (covariances > low) & (covariances < high)).nonzero()
-    order = torch.randperm(len(candidates), generator=generator, device=generator.device).to(
-        mask.device
-    )
-    return _at(candidates[order[: _token_count(mask, share)]], mask)
+    order = torch.randperm(len(candidates), generator=generator, device=generator.device)
+    order = order.to(mask.device)
+    return _true_at(candidates[order[: _token_count(mask, share)]], mask)
 
 
 def kl_cov_tokens(covariances: Tensor, mask: Tensor, share: float) -> Tensor:
@@ -119,15 +121,13 @@ def kl_cov_tokens(covariances: Tensor, mask: Tensor, share: float) -> Tensor:
     al. 2025). Of the tokens of the mask, rounded down, at least one."""
     tokens = mask.nonzero()  # (N, 2) row and column
     # A stable sort: of equal covariances (all advantages 0) every rank must choose the same tokens.
-    highest = (
-        covariances[mask].sort(descending=True, stable=True).indices[: _token_count(mask, share)]
-    )  # (n,)
-    return _at(tokens[highest], mask)
+    order = covariances[mask].sort(descending=True, stable=True).indices  # (N,)
+    return _true_at(tokens[order[: _token_count(mask, share)]], mask)
 
 
-def _at(places: Tensor, mask: Tensor) -> Tensor:
-    """Bool like `mask`, True at the `places` (n, 2), each a row and a column."""
-    rows, columns = places.unbind(dim=1)  # (n, 2) -> (n,) each
+def _true_at(tokens: Tensor, mask: Tensor) -> Tensor:
+    """Bool like `mask`, True at the `tokens` (n, 2), each a row and a column."""
+    rows, columns = tokens.unbind(dim=1)  # (n, 2) -> (n,) each
     chosen = torch.zeros_like(mask)
     chosen[rows, columns] = True
     return chosen

@@ -3,7 +3,7 @@ in blocks.
 
 With p the student's and q the teacher's probabilities of all tokens, both at the same temperature:
 
-- `reverse_kl`: `KL(p || q) = sum p (log p - log q)`, on answers of the student (Gu et al. 2024,
+- `reverse_kl`: `KL(p || q) = sum p (log p - log q)`, on responses of the student (Gu et al. 2024,
   "MiniLLM").
 - `forward_kl`: `KL(q || p)`.
 - `jsd`: `beta KL(q || m) + (1 - beta) KL(p || m)`, with `m = beta q + (1 - beta) p` (Agarwal et al.

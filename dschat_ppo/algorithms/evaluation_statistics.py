@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 def pass_at_k(passed: Tensor, k: int) -> Tensor:
-    """Probability that at least one of k answers, drawn without replacement from the n answers to a
-    prompt, passes.
+    """Probability that at least one of k responses, drawn without replacement from the n responses
+    to a prompt, passes.
 
-    `1 - C(n - c, k) / C(n, k)` with c passing answers, an unbiased estimate of the policy's pass@k
-    (Chen et al. 2021, eq. 1). `passed` (prompts, n) bool, k from 1 to n -> (prompts,) fp64.
+    `1 - C(n - c, k) / C(n, k)` with c passing responses, an unbiased estimate of the policy's
+    pass@k (Chen et al. 2021, eq. 1). `passed` (prompts, n) bool, k from 1 to n -> (prompts,) fp64.
     """
     n = passed.shape[1]
-    # (n + 1,) pass@k of a prompt with c = 0, ..., n passing answers
+    # (n + 1,) pass@k of a prompt with c = 0, ..., n passing responses
     table = torch.tensor(
         [1 - math.comb(n - c, k) / math.comb(n, k) for c in range(n + 1)], dtype=torch.float64
     )
@@ -24,7 +24,7 @@ def pass_at_k(passed: Tensor, k: int) -> Tensor:
 
 
 def win_shares(scores: Tensor, baseline: Tensor) -> Tensor:
-    """Probability that an answer scores higher than one of the baseline to the same prompt; a tie
+    """Probability that a response scores higher than one of the baseline to the same prompt; a tie
     counts half.
 
     Compares all pairs of the finite scores (prompts, n) and (prompts, m) -> (prompts,) fp64. The

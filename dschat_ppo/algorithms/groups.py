@@ -1,4 +1,4 @@
-"""Groups of answers to one prompt: their statistics, and which of them say something."""
+"""Groups of responses to one prompt: their statistics, and which of them say something."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ class Groups:
 
     def best(self, scores: Tensor) -> Tensor:
         """Highest of `scores` (B,) fp64; 0 if no row of the group is counted."""
-        return torch.where(
-            self.sizes > 0, self.max(scores.masked_fill(~self.counted, -torch.inf)), 0.0
-        )
+        highest = self.max(scores.masked_fill(~self.counted, -torch.inf))
+        return torch.where(self.sizes > 0, highest, 0.0)
 
     def gaps(self, scores: Tensor, magnitudes: Tensor | None = None) -> Tensor:
         """`score - best score of the group`: 0 or less, 0 on rows that are not counted.
@@ -55,8 +54,9 @@ class Groups:
         are those of the numbers that the scores were computed from; None: of the scores.
         """
         gaps = torch.where(self.counted, scores - self.best(scores), 0.0)
-        sizes = scores.abs() if magnitudes is None else magnitudes
-        largest = self.max(torch.where(self.counted, sizes, 0.0))
+        if magnitudes is None:
+            magnitudes = scores.abs()
+        largest = self.max(torch.where(self.counted, magnitudes, 0.0))
         return torch.where(_beyond_rounding(-_min_by_group(gaps, self.index), largest), gaps, 0.0)
 
     def mean(self, gaps: Tensor) -> Tensor:

@@ -22,7 +22,9 @@ def bradley_terry_pair_loss(
 ) -> Tensor:
     """`-log sigmoid(chosen - rejected - margin)` of each pair, (B,); see `bradley_terry_loss`."""
     lead = chosen_scores - rejected_scores
-    return -F.logsigmoid(lead if margin is None else lead - margin)
+    if margin is not None:
+        lead = lead - margin
+    return -F.logsigmoid(lead)
 
 
 def bradley_terry_loss(
@@ -39,10 +41,8 @@ def bradley_terry_loss(
     2023, eq. 2); None: 0. The loss equals `log(1 + exp(rejected - chosen + margin))`, a separate
     loss ("logexp") in some libraries.
     """
-    return (
-        masked_sum(bradley_terry_pair_loss(chosen_scores, rejected_scores, margin), pair_mask)
-        / num_pairs
-    )
+    losses = bradley_terry_pair_loss(chosen_scores, rejected_scores, margin)
+    return masked_sum(losses, pair_mask) / num_pairs
 
 
 def reward_centering_loss(
@@ -211,7 +211,10 @@ def balanced_weights(
     """The ratio `w_D n_D / (w_U n_U)`, and the desirable weight that makes it 1 with the same
     undesirable weight. Ethayarajh et al. 2024 (section 4.2) recommend a ratio from 1 to 4/3. n:
     answers, above 0; `weights`: w_D, w_U."""
-    return weights[0] * desirable / (weights[1] * undesirable), weights[1] * undesirable / desirable
+    desirable_weight, undesirable_weight = weights
+    ratio = desirable_weight * desirable / (undesirable_weight * undesirable)
+    balanced_weight = undesirable_weight * undesirable / desirable
+    return ratio, balanced_weight
 
 
 def step_losses(scores: Tensor, labels: Tensor) -> Tensor:

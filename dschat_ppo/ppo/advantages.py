@@ -10,16 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat_ppo.algorithms.advantage_estimators import (
-    ESTIMATORS,
-    AdvantageInputs,
-    RunningScale,
-    by_turn,
-    clip_scores,
-    missing_eos,
-    overlong_penalty,
-    token_rewards,
-)
+from dschat_ppo.algorithms.advantage_estimators import ESTIMATORS, AdvantageInputs, by_turn
 from dschat_ppo.algorithms.aggregation import masked_sum, masked_whiten, zero_outside
 from dschat_ppo.algorithms.controllers import AdaptiveKL, FixedCoefficient
 from dschat_ppo.algorithms.correction import (
@@ -30,6 +21,13 @@ from dschat_ppo.algorithms.correction import (
     token_covariances,
 )
 from dschat_ppo.algorithms.kl import kl_k1
+from dschat_ppo.algorithms.token_rewards import (
+    RunningScale,
+    clip_scores,
+    missing_eos,
+    overlong_penalty,
+    token_rewards,
+)
 from dschat_ppo.checkpoint.manager import load_saved
 from dschat_ppo.common.own_functions import function_named
 from dschat_ppo.common.phases import block

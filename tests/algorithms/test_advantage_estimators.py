@@ -17,9 +17,9 @@ from dschat_ppo.algorithms.advantage_estimators import (
     AdvantageInputs,
     by_turn,
     returns_to_go,
-    token_rewards,
 )
 from dschat_ppo.algorithms.groups import Groups, groups_that_differ, groups_within
+from dschat_ppo.algorithms.token_rewards import token_rewards
 from dschat_ppo.config.algorithm_flags import WITHIN_A_GROUP
 
 LENGTHS = (5, 3, 0, 1, 2, 5, 4, 0)

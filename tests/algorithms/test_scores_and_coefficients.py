@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ragged import normal, properties
 
-from dschat_ppo.algorithms.advantage_estimators import (
+from dschat_ppo.algorithms.controllers import AdaptiveEntropy, AdaptiveKL, FixedCoefficient
+from dschat_ppo.algorithms.evaluation_statistics import pass_at_k, wilson_interval, win_shares
+from dschat_ppo.algorithms.token_rewards import (
     RunningScale,
     clip_scores,
     missing_eos,
     overlong_penalty,
 )
-from dschat_ppo.algorithms.controllers import AdaptiveEntropy, AdaptiveKL, FixedCoefficient
-from dschat_ppo.algorithms.evaluation_statistics import pass_at_k, wilson_interval, win_shares
 
 SCORES = torch.tensor([-7.0, -5.0, 0.5, 5.0, 6.0])
 

@@ -130,7 +130,7 @@ def note_everything() -> None:
         )
     note(loop, "gather_rows", "gather_rows", "ppo/mini_dataset.py")
     note(advantages.AdvantageComputation, "with_rewards", "with_rewards", "ppo/advantages.py")
-    note(advantages, "token_rewards", "token_rewards", "algorithms/advantage_estimators.py")
+    note(advantages, "token_rewards", "token_rewards", "algorithms/token_rewards.py")
     note(components.PPOComponents, "critic_pass", "critic_pass", "ppo/components.py")
     note(advantages.AdvantageComputation, "advantages", "advantages", "ppo/advantages.py")
     note(advantages.ESTIMATORS, "gae", "gae", "algorithms/advantage_estimators.py")
