@@ -33,12 +33,8 @@ from tool_turns import differences, in_new_process, ours
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl_step import StepTimes
 
-from dschat_ppo.algorithms.divergence import (
-    Divergence,
-    OutputLayer,
-    dense_divergence,
-    fused_divergence,
-)
+from dschat_ppo.algorithms.divergence import Divergence, dense_divergence, fused_divergence
+from dschat_ppo.algorithms.fused_logprobs import OutputLayer
 from dschat_ppo.tools.toy import make_tokenizer
 
 HIDDEN = 896
@@ -155,7 +151,7 @@ def memory(tokens: int, vocabulary: int) -> dict[str, float]:
 
     def by_blocks() -> None:
         found = fused_divergence(
-            hidden, weight, None, OutputLayer(others, teacher), Divergence("jsd")
+            OutputLayer(hidden, weight), OutputLayer(others, teacher), Divergence("jsd")
         )
         gradients["blocks"] = torch.autograd.grad(found.mean(), (hidden, weight))[0]
 
@@ -194,7 +190,8 @@ def trl_loss() -> dict[str, float]:
         loss = _chunked_divergence_loss(states, theirs, weight, teacher.weight, chosen[None], beta)[
             0
         ]
-        own = fused_divergence(hidden, weight, None, teacher, Divergence(kind, beta))[chosen].mean()
+        student = OutputLayer(hidden, weight)
+        own = fused_divergence(student, teacher, Divergence(kind, beta))[chosen].mean()
         pairs = [(loss, own)]
         pairs += zip(
             *(torch.autograd.grad(value, (hidden, weight)) for value in (loss, own)), strict=True

@@ -17,8 +17,7 @@ sums have k + 1 terms: the teacher's k most likely tokens, and all others as one
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,17 +26,15 @@ from torch import Tensor
 
 from dschat_ppo.algorithms.fused_logprobs import (
     LOWEST,
-    PLAIN_HEAD,
     Forbidden,
     Head,
+    LogitBlocks,
+    OutputLayer,
     block_logits,
-    block_shape,
-    forbid_,
     in_block,
     layer_gradients,
     of_product_,
-    of_rows,
-    row_pieces,
+    sum_dtype,
 )
 
 SHARE_OF_BLOCK = 0.5  # of the logits of one model: those of two exist at a time
@@ -50,19 +47,6 @@ class Divergence:
     kind: str  # "reverse_kl", "forward_kl" or "jsd"
     beta: float = 0.5  # of "jsd": share of the teacher in the mixture, above 0 and below 1
     top_k: int = 0  # number of the teacher's tokens that are terms of their own; 0: all tokens are
-
-
-@dataclass(frozen=True)
-class OutputLayer:
-    """From what a model's logits at N positions are computed: `hidden` (N, H), `weight` (V, H) and
-    `bias` (V,) of its head. `whole()` is a context in which the weight is not partitioned; opening
-    it may be collective."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
-    head: Head = PLAIN_HEAD
-    whole: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 def dense_divergence(log_p: Tensor, log_q: Tensor, kind: str, beta: float = 0.5) -> Tensor:
@@ -82,30 +66,45 @@ def _log_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
     return torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
 
 
-def fused_divergence(  # noqa: PLR0913
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+def fused_divergence(
+    student: OutputLayer,
     teacher: OutputLayer,
     divergence: Divergence,
     temperature: float = 1.0,
-    head: Head = PLAIN_HEAD,
     block_bytes: int | None = None,
     forbidden: Forbidden | None = None,
 ) -> Tensor:
-    """The divergence at N positions, (N,) fp32, or fp64 if `hidden` is, with a gradient for the
-    student's `hidden` (N, H), `weight` (V, H) and `bias` (V,).
+    """The divergence at N positions, (N,) fp32, or fp64 if the hidden states are, with a gradient
+    for the student's `hidden` (N, H), `weight` (V, H), which must be whole, and `bias` (V,).
 
     Where the vocabularies differ in size, because the rows of one or both are padded, the
     distributions are over the tokens that both have. `forbidden`: tokens that cannot be drawn at
     some positions, by student or teacher. A log-prob below -1e4 counts as -1e4, so a divergence
     that is infinite becomes large.
     """
-    columns, rows = block_shape(hidden, block_bytes, SHARE_OF_BLOCK)
     divergences: Tensor = _FusedDivergence.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, teacher, divergence, temperature, head, columns, rows, forbidden
+        student.hidden,
+        student.weight,
+        student.bias,
+        student.head,
+        teacher,
+        divergence,
+        temperature,
+        forbidden,
+        block_bytes,
     )
     return divergences
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """What the divergence of a student's output layer is computed with, in both passes."""
+
+    teacher: OutputLayer
+    divergence: Divergence
+    temperature: float
+    forbidden: Forbidden | None
+    blocks: LogitBlocks  # over the tokens that both vocabularies have
 
 
 class _FusedDivergence(torch.autograd.Function):
@@ -115,132 +114,130 @@ class _FusedDivergence(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        head: Head,
         teacher: OutputLayer,
         divergence: Divergence,
         temperature: float,
-        head: Head,
-        columns: int,
-        rows: int,
         forbidden: Forbidden | None,
+        block_bytes: int | None,
     ) -> Tensor:
-        ctx.teacher = teacher
-        ctx.divergence = divergence
-        ctx.forbidden = forbidden
-        ctx.temperature = temperature
-        ctx.head = head
-        ctx.columns = columns
-        ctx.pieces = row_pieces(hidden.shape[0], rows)
-        layer = OutputLayer(hidden, weight, bias, head)
-        of_piece = _of_all_tokens
-        if divergence.top_k:
-            of_piece = _of_top_tokens
+        student = OutputLayer(hidden, weight, bias, head)
         with teacher.whole():
-            ctx.width = min(weight.shape[0], teacher.weight.shape[0])
-            of_pieces = [of_piece(ctx, layer, piece) for piece in ctx.pieces]
-        columns_of_pieces = zip(*of_pieces, strict=True)
-        values, *for_gradient = [torch.cat(pieces) for pieces in columns_of_pieces]
+            width = min(weight.shape[0], teacher.weight.shape[0])
+            blocks = LogitBlocks.of(hidden, width, block_bytes, SHARE_OF_BLOCK)
+            comparison = _Comparison(teacher, divergence, temperature, forbidden, blocks)
+            if divergence.top_k:
+                pieces = [_of_top_tokens(comparison, student, piece) for piece in blocks.pieces]
+            else:
+                pieces = [_of_all_tokens(comparison, student, piece) for piece in blocks.pieces]
+        divergences, *for_gradient = [torch.cat(column) for column in zip(*pieces, strict=True)]
+        ctx.comparison = comparison
+        ctx.head = head
         ctx.save_for_backward(hidden, weight, bias, *for_gradient)
-        return values
+        return divergences
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, *for_gradient = ctx.saved_tensors
-        layer = OutputLayer(hidden, weight, bias, ctx.head)
-        of_block = _gradient_of_all_tokens
-        if ctx.divergence.top_k:
-            of_block = _gradient_of_top_tokens
+        student = OutputLayer(hidden, weight, bias, ctx.head)
+        comparison = ctx.comparison
+        gradient_of_logits = _gradient_of_all_tokens
+        whole_teacher = comparison.teacher.whole
+        if comparison.divergence.top_k:
+            gradient_of_logits = _gradient_of_top_tokens
+            whole_teacher = nullcontext  # it is not used
 
-        def gradient(block: slice, piece: slice) -> Tensor:
-            logits, tanh = _finite_logits(ctx, layer, block, piece)
-            of_logits = of_block(ctx, logits, [each[piece] for each in for_gradient], block, piece)
-            return of_product_(
-                of_logits.mul_(grad[piece].unsqueeze(1)), tanh, ctx.head, ctx.temperature
+        def block_gradient(block: slice, piece: slice) -> Tensor:
+            logits, tanh = _finite_logits(comparison, student, block, piece)
+            saved = [column[piece] for column in for_gradient]
+            of_logits = gradient_of_logits(comparison, logits, saved, block, piece)
+            of_logits.mul_(grad[piece].unsqueeze(1))
+            return of_product_(of_logits, tanh, ctx.head, comparison.temperature)
+
+        with whole_teacher():
+            gradients = layer_gradients(
+                student, comparison.blocks, ctx.needs_input_grad, block_gradient, grad.dtype
             )
-
-        with nullcontext() if ctx.divergence.top_k else ctx.teacher.whole():
-            gradients = layer_gradients(ctx, hidden, weight, bias, gradient, grad.dtype)
-        return *gradients, *[None] * 7
+        return *gradients, *[None] * 6
 
 
 def _finite_logits(
-    ctx: Any, layer: OutputLayer, block: slice, piece: slice
+    comparison: _Comparison, layer: OutputLayer, block: slice, piece: slice
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits / temperature of a block of tokens, (rows, columns) fp32, and the `tanh` of a soft
-    cap."""
-    logits, tanh = block_logits(
-        layer.hidden[piece], layer.weight, layer.bias, block, ctx.temperature, layer.head
-    )
-    forbid_(logits, of_rows(ctx.forbidden, piece), block.start)
-    return logits.clamp_(min=LOWEST), tanh  # finite, so that 0 x it is 0
+    """`block_logits` of student or teacher, at least `LOWEST`, so that 0 times one is 0."""
+    logits, tanh = block_logits(layer, block, piece, comparison.temperature, comparison.forbidden)
+    return logits.clamp_(min=LOWEST), tanh
 
 
-def _blocks(ctx: Any) -> list[slice]:
-    return [
-        slice(start, min(start + ctx.columns, ctx.width))
-        for start in range(0, ctx.width, ctx.columns)
-    ]
-
-
-def _of_all_tokens(ctx: Any, student: OutputLayer, piece: slice) -> tuple[Tensor, ...]:
+def _of_all_tokens(
+    comparison: _Comparison, student: OutputLayer, piece: slice
+) -> tuple[Tensor, ...]:
     """Of a piece of the rows, (rows,) each: the divergence, the log of the sum of exponentials of
     both models, and `KL(p || q)` or `KL(p || m)`, which the gradient needs.
 
-    Both KL divergences follow from one pass: with z the logits, `KL(p || q) = sum p (z_p - z_q) -
+    A KL divergence follows from one pass: with z the logits, `KL(p || q) = sum p (z_p - z_q) -
     lse_p + lse_q`, and the sum, like the log of the sum of exponentials, is updated from block to
-    block."""
-    teacher = ctx.teacher
-    kind = ctx.divergence.kind
-    beta = ctx.divergence.beta
-    lse_p = torch.full(
-        (len(student.hidden[piece]),),
-        -torch.inf,
-        dtype=_dtype(student),
-        device=student.hidden.device,
-    )
+    block. The mixture of "jsd" is known after that pass only."""
+    kind = comparison.divergence.kind
+    hidden = student.hidden[piece]
+    lse_p = torch.full((len(hidden),), -torch.inf, dtype=sum_dtype(hidden), device=hidden.device)
     lse_q = lse_p.clone()
-    mean = torch.zeros_like(lse_p)
-    of_student = torch.zeros_like(lse_p)
-    for block in _blocks(ctx):
-        z_p = _finite_logits(ctx, student, block, piece)[0]
-        z_q = _finite_logits(ctx, teacher, block, piece)[0]
+    mean = torch.zeros_like(lse_p)  # of z_p - z_q under p, or of z_q - z_p under q
+    for block in comparison.blocks.vocabulary:
+        z_p, _ = _finite_logits(comparison, student, block, piece)
+        z_q, _ = _finite_logits(comparison, comparison.teacher, block, piece)
         lse_p_before = lse_p
         lse_q_before = lse_q
         lse_p = _log_sum(lse_p, z_p)
         lse_q = _log_sum(lse_q, z_q)
         if kind == "reverse_kl":
-            shares = torch.exp(z_p - lse_p.unsqueeze(1))
-            fading = torch.exp(lse_p_before - lse_p)
-            mean = mean * fading + torch.linalg.vecdot(shares, z_p - z_q)
+            mean = _mean_difference(mean, lse_p_before, lse_p, z_p, z_q)
         elif kind == "forward_kl":
-            shares = torch.exp(z_q - lse_q.unsqueeze(1))
-            fading = torch.exp(lse_q_before - lse_q)
-            mean = mean * fading + torch.linalg.vecdot(shares, z_q - z_p)
+            mean = _mean_difference(mean, lse_q_before, lse_q, z_q, z_p)
     if kind == "reverse_kl":
         divergence = mean - lse_p + lse_q
         return divergence, lse_p, lse_q, divergence
     if kind == "forward_kl":
-        return mean - lse_q + lse_p, lse_p, lse_q, of_student
-    of_teacher = torch.zeros_like(lse_p)
-    for block in _blocks(ctx):
-        log_p = _finite_logits(ctx, student, block, piece)[0].sub_(lse_p.unsqueeze(1))
-        log_q = _finite_logits(ctx, teacher, block, piece)[0].sub_(lse_q.unsqueeze(1))
+        return mean - lse_q + lse_p, lse_p, lse_q, torch.zeros_like(lse_p)
+    beta = comparison.divergence.beta
+    of_student = torch.zeros_like(lse_p)  # KL(p || m)
+    of_teacher = torch.zeros_like(lse_p)  # KL(q || m)
+    for block in comparison.blocks.vocabulary:
+        z_p, _ = _finite_logits(comparison, student, block, piece)
+        z_q, _ = _finite_logits(comparison, comparison.teacher, block, piece)
+        log_p = z_p.sub_(lse_p.unsqueeze(1))
+        log_q = z_q.sub_(lse_q.unsqueeze(1))
         log_m = _log_mixture(log_p, log_q, beta)
         of_teacher += torch.linalg.vecdot(log_q.exp(), log_q - log_m)
         of_student += torch.linalg.vecdot(log_p.exp(), log_p - log_m)
     return beta * of_teacher + (1 - beta) * of_student, lse_p, lse_q, of_student
 
 
+def _mean_difference(
+    mean: Tensor, lse_before: Tensor, lse: Tensor, z: Tensor, other_z: Tensor
+) -> Tensor:
+    """The mean of `z - other_z` under softmax(z), (rows,), over one more block of logits z (rows,
+    columns): `mean` is that over the blocks before, `lse_before` and `lse` (rows,) the log of the
+    sum of exponentials of z without and with this block."""
+    shares = torch.exp(z - lse.unsqueeze(1))
+    fading = torch.exp(lse_before - lse)
+    return mean * fading + torch.linalg.vecdot(shares, z - other_z)
+
+
 def _gradient_of_all_tokens(
-    ctx: Any, z_p: Tensor, kept: list[Tensor], block: slice, piece: slice
+    comparison: _Comparison, z_p: Tensor, saved: list[Tensor], block: slice, piece: slice
 ) -> Tensor:
     """d divergence / d z_p, (rows, columns) fp32: `p (log p - log q - KL)`, `p - q`, or `(1 - beta)
-    p (log p - log m - KL(p || m))`."""
-    kind = ctx.divergence.kind
-    beta = ctx.divergence.beta
-    lse_p, lse_q, of_student = (each.unsqueeze(1) for each in kept[:3])
-    log_p = z_p.sub_(lse_p)
-    log_q = _finite_logits(ctx, ctx.teacher, block, piece)[0].sub_(lse_q)
+    p (log p - log m - KL(p || m))`. `saved`: what `_of_all_tokens` returned after the
+    divergence."""
+    kind = comparison.divergence.kind
+    beta = comparison.divergence.beta
+    lse_p, lse_q, of_student = saved
+    z_q, _ = _finite_logits(comparison, comparison.teacher, block, piece)
+    log_p = z_p.sub_(lse_p.unsqueeze(1))
+    log_q = z_q.sub_(lse_q.unsqueeze(1))
+    of_student = of_student.unsqueeze(1)
     if kind == "forward_kl":
         return log_p.exp_().sub_(log_q.exp_())
     if kind == "reverse_kl":
@@ -249,24 +246,28 @@ def _gradient_of_all_tokens(
     return log_m.neg_().add_(log_p).sub_(of_student).mul_(log_p.exp_()).mul_(1 - beta)
 
 
-def _of_top_tokens(ctx: Any, student: OutputLayer, piece: slice) -> tuple[Tensor, ...]:
+def _of_top_tokens(
+    comparison: _Comparison, student: OutputLayer, piece: slice
+) -> tuple[Tensor, ...]:
     """Of a piece of the rows: the divergence (rows,), and what `_gradient_of_top_tokens` needs: the
     student's log of the sum of exponentials of all tokens and of the tail, (rows,) each, the
     teacher's tokens (rows, k) int64, and the slopes (rows, k + 1).
 
     The tail is summed by itself, and not as 1 less the top tokens: a teacher that is very sure
     leaves it less than the rounding of 1, and a student may not be as sure."""
-    teacher = ctx.teacher
-    top_k = min(ctx.divergence.top_k, ctx.width)
+    blocks = comparison.blocks
+    top_k = min(comparison.divergence.top_k, blocks.width)
     hidden = student.hidden[piece]
-    top_p = torch.empty(len(hidden), 0, dtype=_dtype(student), device=hidden.device)
+    # of the teacher's top tokens so far: logits of both models (rows, up to k), and their ids
+    top_p = torch.empty(len(hidden), 0, dtype=sum_dtype(hidden), device=hidden.device)
     top_q = top_p.clone()
     tokens = top_p.long()
-    tail_p = top_p.new_full((len(hidden),), -torch.inf)  # log of the sum of exponentials
+    # of the other tokens so far: the log of the sum of exponentials (rows,)
+    tail_p = top_p.new_full((len(hidden),), -torch.inf)
     tail_q = tail_p.clone()
-    for block in _blocks(ctx):
-        z_p = _finite_logits(ctx, student, block, piece)[0]
-        z_q = _finite_logits(ctx, teacher, block, piece)[0]
+    for block in blocks.vocabulary:
+        z_p, _ = _finite_logits(comparison, student, block, piece)
+        z_q, _ = _finite_logits(comparison, comparison.teacher, block, piece)
         columns = z_q.topk(min(top_k, z_q.shape[1]), dim=1).indices  # (rows, up to k)
         top_p = torch.cat([top_p, z_p.gather(1, columns)], dim=1)
         top_q = torch.cat([top_q, z_q.gather(1, columns)], dim=1)
@@ -285,13 +286,14 @@ def _of_top_tokens(ctx: Any, student: OutputLayer, piece: slice) -> tuple[Tensor
     log_p = torch.cat([top_p, tail_p.unsqueeze(1)], dim=1) - lse_p.unsqueeze(1)  # (rows, k + 1)
     log_q = torch.cat([top_q, tail_q.unsqueeze(1)], dim=1) - lse_q.unsqueeze(1)
     log_p.clamp_(min=LOWEST).requires_grad_()  # without a tail its probability is 0
+    log_q.clamp_(min=LOWEST)
     with torch.enable_grad():
-        kind = ctx.divergence.kind
-        beta = ctx.divergence.beta
-        values = dense_divergence(log_p, log_q.clamp_(min=LOWEST), kind, beta)
-        # d divergence / d log-prob of each bucket
-        [slopes] = torch.autograd.grad(values.sum(), log_p)
-    return values.detach(), lse_p, tail_p, tokens, slopes
+        kind = comparison.divergence.kind
+        beta = comparison.divergence.beta
+        divergence = dense_divergence(log_p, log_q, kind, beta)
+        # d divergence / d log-prob of each of the k + 1 terms
+        [slopes] = torch.autograd.grad(divergence.sum(), log_p)
+    return divergence.detach(), lse_p, tail_p, tokens, slopes
 
 
 def _log_sum(so_far: Tensor, logits: Tensor) -> Tensor:
@@ -301,12 +303,13 @@ def _log_sum(so_far: Tensor, logits: Tensor) -> Tensor:
 
 
 def _gradient_of_top_tokens(
-    ctx: Any, z_p: Tensor, kept: list[Tensor], block: slice, piece: slice
+    comparison: _Comparison, z_p: Tensor, saved: list[Tensor], block: slice, piece: slice
 ) -> Tensor:
-    """d divergence / d z_p, (rows, columns) fp32. With s_b the slope for log P_b of bucket b, a
-    token v of the bucket gets `s_b p_v / P_b - p_v sum_c s_c`. p_v / P_b is 1 for each of the top
-    tokens; in the tail it is computed from logits, as both may be too small for fp32."""
-    lse_p, tail_p, tokens, slopes = kept
+    """d divergence / d z_p, (rows, columns) fp32. With s_b the slope for log P_b of term b, a token
+    v of the term gets `s_b p_v / P_b - p_v sum_c s_c`. p_v / P_b is 1 for each of the top tokens;
+    in the tail it is computed from logits, as both may be too small for fp32. `saved`: what
+    `_of_top_tokens` returned after the divergence."""
+    lse_p, tail_p, tokens, slopes = saved
     width = z_p.shape[1]
     columns, inside = in_block(tokens, block.start, width)  # (rows, k) each
     is_top = inside.new_zeros(len(z_p), width + 1)  # the last column is of tokens of other blocks
@@ -315,9 +318,3 @@ def _gradient_of_top_tokens(
     grad = z_p.sub_(lse_p.unsqueeze(1)).exp_().mul_(-slopes.sum(dim=1, keepdim=True))
     grad.addcmul_(of_tail, slopes[:, -1:])
     return grad.scatter_add_(1, columns, torch.where(inside, slopes[:, :-1], 0.0))
-
-
-def _dtype(layer: OutputLayer) -> torch.dtype:
-    if layer.hidden.dtype == torch.float64:
-        return torch.float64
-    return torch.float32

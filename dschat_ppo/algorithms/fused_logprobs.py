@@ -13,7 +13,8 @@ each piece.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,25 +47,64 @@ class Head:
 PLAIN_HEAD = Head()
 
 
-def fused_token_scores(  # noqa: PLR0913
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+@dataclass(frozen=True)
+class OutputLayer:
+    """From what a model's logits at N positions are computed: `hidden` (N, H) of any floating
+    dtype, `weight` (V, H) and `bias` (V,) of its head, of the same dtype; N may be 0. `whole()` is
+    a context in which the weight is not partitioned; opening it may be collective."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    head: Head = PLAIN_HEAD  # transform of the product into logits
+    whole: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+@dataclass(frozen=True)
+class LogitBlocks:
+    """How the logits (N, V) are divided, so that they never exist as a whole."""
+
+    pieces: list[slice]  # of the N rows; one where there are none
+    columns: int  # tokens of a block of the vocabulary; the last one may have fewer
+    width: int  # tokens of the vocabulary that are used, the first ones
+
+    @classmethod
+    def of(
+        cls, hidden: Tensor, width: int, block_bytes: int | None, share: float = 1.0
+    ) -> LogitBlocks:
+        """Blocks of fp32 logits of `hidden` (N, H), each of at most `share` of `block_bytes`; None:
+        by device."""
+        if not block_bytes:
+            block_bytes = BLOCK_BYTES if hidden.device.type == "cpu" else GPU_BLOCK_BYTES
+        limit = int(block_bytes * share)
+        count = hidden.shape[0]
+        fitting = limit // (4 * max(1, count))
+        # odd strides cost a GPU three quarters of its speed
+        columns = max(1, fitting // SMALLEST_BLOCK) * SMALLEST_BLOCK
+        rows = max(1, limit // (4 * columns))
+        pieces = [slice(start, start + rows) for start in range(0, max(1, count), rows)]
+        return cls(pieces, columns, width)
+
+    @property
+    def vocabulary(self) -> list[slice]:
+        """The tokens of each block."""
+        starts = range(0, self.width, self.columns)
+        return [slice(start, min(start + self.columns, self.width)) for start in starts]
+
+
+def fused_token_scores(
+    layer: OutputLayer,
     tokens: Tensor,
     temperature: float = 1.0,
-    head: Head = PLAIN_HEAD,
     entropy_grad: bool = False,
     block_bytes: int | None = None,
     forbidden: Forbidden | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` and `token_entropy` of the logits that a language model's head computes from
-    `hidden`.
+    """`token_logprobs` and `token_entropy` of the logits of a language model's `layer`, whose
+    weight must be whole.
 
     Args:
-        hidden: (N, H), any floating dtype; N may be 0.
-        weight: (V, H) of the head, same dtype; `bias` (V,) or None.
         tokens: (N,) int64, the token sampled at each position, at `temperature`.
-        head: transform of the product into logits.
         entropy_grad: compute the gradient of the entropy too, which makes the backward pass slower.
         block_bytes: largest size of one block of fp32 logits, of which up to three exist at a time,
             or in the backward pass of a soft cap five. None: by device.
@@ -72,32 +112,22 @@ def fused_token_scores(  # noqa: PLR0913
             distribution is over the other tokens there.
 
     Returns:
-        (logprobs, entropy), each (N,) fp32, or fp64 if `hidden` is. The first has a gradient
+        (logprobs, entropy), each (N,) fp32, or fp64 if `layer.hidden` is. The first has a gradient
             for hidden, weight and bias. A logit of -inf adds 0 to the entropy, and 0 to every
             gradient but that of this token's log-prob.
     """
-    columns, rows = block_shape(hidden, block_bytes)
     scores: tuple[Tensor, Tensor] = _FusedTokenScores.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, tokens, temperature, head, entropy_grad, columns, rows, forbidden
+        layer.hidden,
+        layer.weight,
+        layer.bias,
+        tokens,
+        layer.head,
+        temperature,
+        forbidden,
+        entropy_grad,
+        block_bytes,
     )
     return scores
-
-
-def block_shape(hidden: Tensor, block_bytes: int | None, share: float = 1.0) -> tuple[int, int]:
-    """(columns, rows) of a block of fp32 logits of at most `share` of `block_bytes`; None: by
-    device."""
-    limit = (
-        block_bytes or (BLOCK_BYTES if hidden.device.type == "cpu" else GPU_BLOCK_BYTES)
-    ) * share
-    fitting = int(limit) // (4 * max(1, hidden.shape[0]))
-    # odd strides cost a GPU three quarters of its speed
-    columns = max(1, fitting // SMALLEST_BLOCK) * SMALLEST_BLOCK
-    return columns, max(1, int(limit) // (4 * columns))
-
-
-def row_pieces(count: int, rows: int) -> list[slice]:
-    """The rows in pieces of at most `rows`; one piece where there are none."""
-    return [slice(start, start + rows) for start in range(0, max(1, count), rows)]
 
 
 class _FusedTokenScores(torch.autograd.Function):
@@ -108,59 +138,30 @@ class _FusedTokenScores(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         tokens: Tensor,
-        temperature: float,
         head: Head,
-        entropy_grad: bool,
-        columns: int,
-        rows: int,
+        temperature: float,
         forbidden: Forbidden | None,
+        entropy_grad: bool,
+        block_bytes: int | None,
     ) -> tuple[Tensor, Tensor]:
-        if hidden.dtype == torch.float64:
-            dtype = torch.float64
-        else:
-            dtype = torch.float32
-        infinite = _may_be_infinite(hidden, bias)
-        by_softmax = has_fused_softmax(hidden.device) and not infinite
-        pieces = row_pieces(hidden.shape[0], rows)
-        # of each piece, (rows,) each: logit of the token, log of the sum of exponentials, entropy
-        found = []
-        for piece in pieces:
-            x = hidden[piece]
-            chosen = torch.zeros(len(tokens[piece]), dtype=dtype, device=hidden.device)
-            largest = torch.full_like(chosen, torch.finfo(dtype).min / 2)
-            total = chosen.clone()
-            weighted = chosen.clone()
-            for start in range(0, weight.shape[0], columns):
-                logits = block_logits(
-                    x, weight, bias, slice(start, start + columns), temperature, head
-                )[0]
-                forbid_(logits, of_rows(forbidden, piece), start)
-                # (rows, 1) each
-                column, inside = in_block(tokens[piece].unsqueeze(1), start, logits.shape[1])
-                chosen += torch.where(inside, logits.gather(1, column), 0).squeeze(1)
-                before = largest
-                if by_softmax:
-                    largest, of_block, sum_of_block = _sums_by_softmax(before, logits)
-                else:
-                    largest = torch.maximum(before, logits.amax(dim=1))
-                    logits.sub_(largest.unsqueeze(1))
-                    if infinite:
-                        logits.clamp_(min=LOWEST)
-                    powers = torch.exp(logits)
-                    of_block = powers.sum(dim=1)
-                    sum_of_block = torch.linalg.vecdot(powers, logits)
-                    del powers
-                del logits  # before the next block is made
-                shrink = torch.exp(before - largest)
-                weighted = (weighted + (before - largest) * total) * shrink + sum_of_block
-                total = total * shrink + of_block
-            found.append((chosen, largest + total.log(), total.log() - weighted / total))
-        chosen, log_total, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
+        layer = OutputLayer(hidden, weight, bias, head)
+        blocks = LogitBlocks.of(hidden, weight.shape[0], block_bytes)
+        # (N,) each: logit of the token, log of the sum of exponentials, entropy
+        chosen = torch.empty(len(tokens), dtype=sum_dtype(hidden), device=hidden.device)
+        log_total = torch.empty_like(chosen)
+        entropy = torch.empty_like(chosen)
+        for piece in blocks.pieces:
+            chosen[piece], log_total[piece], entropy[piece] = _scores_of_piece(
+                layer, tokens, piece, blocks.vocabulary, temperature, forbidden
+            )
         # Save the weight itself, as nn.Linear does: ZeRO-3 gathers it again before the backward
         # pass.
         ctx.save_for_backward(hidden, weight, bias, tokens, log_total, entropy)
-        ctx.temperature, ctx.head, ctx.entropy_grad = temperature, head, entropy_grad
-        ctx.columns, ctx.pieces, ctx.forbidden = columns, pieces, forbidden
+        ctx.head = head
+        ctx.temperature = temperature
+        ctx.forbidden = forbidden
+        ctx.entropy_grad = entropy_grad
+        ctx.blocks = blocks
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return chosen - log_total, entropy
@@ -170,63 +171,125 @@ class _FusedTokenScores(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, *_ = ctx.saved_tensors
+        hidden, weight, bias, tokens, log_total, entropy = ctx.saved_tensors
+        layer = OutputLayer(hidden, weight, bias, ctx.head)
 
-        def gradient(block: slice, piece: slice) -> Tensor:
-            return _block_gradient(ctx, grad_logprobs[piece], grad_entropy[piece], block, piece)
+        def block_gradient(block: slice, piece: slice) -> Tensor:
+            """Gradient of a block of the matrix product for a piece of the rows, (rows, columns)
+            fp32. With z = logits / temperature: d logprob / dz = onehot - p, and d entropy / dz =
+            -p (log p + entropy)."""
+            logits, tanh = block_logits(layer, block, piece, ctx.temperature, ctx.forbidden)
+            logprobs = logits.sub_(log_total[piece].unsqueeze(1))
+            if _may_be_infinite(layer):
+                logprobs.clamp_(min=LOWEST)
+            of_logprob = grad_logprobs[piece].unsqueeze(1)  # (rows, 1)
+            slope = -of_logprob
+            if ctx.entropy_grad:
+                of_entropy = grad_entropy[piece].unsqueeze(1)
+                slope = slope - of_entropy * (logprobs + entropy[piece].unsqueeze(1))
+            grad = logprobs.exp_().mul_(slope)
+            column, inside = in_block(tokens[piece].unsqueeze(1), block.start, grad.shape[1])
+            grad.scatter_add_(1, column, torch.where(inside, of_logprob, 0))
+            return of_product_(grad, tanh, ctx.head, ctx.temperature)
 
-        return *layer_gradients(ctx, hidden, weight, bias, gradient, grad_logprobs.dtype), *[
-            None
-        ] * 7
+        gradients = layer_gradients(
+            layer, ctx.blocks, ctx.needs_input_grad, block_gradient, grad_logprobs.dtype
+        )
+        return *gradients, *[None] * 6
+
+
+def _scores_of_piece(
+    layer: OutputLayer,
+    tokens: Tensor,
+    piece: slice,
+    vocabulary: list[slice],
+    temperature: float,
+    forbidden: Forbidden | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a piece of the rows, (rows,) each: the logit of the token, the log of the sum of the
+    exponentials of all logits, and the entropy.
+
+    With z the logits and z* the largest so far, the sums of exp(z - z*) and of exp(z - z*) (z - z*)
+    are carried from block to block of the `vocabulary`."""
+    tokens = tokens[piece].unsqueeze(1)  # (rows, 1)
+    infinite = _may_be_infinite(layer)
+    by_softmax = has_fused_softmax(layer.hidden.device) and not infinite
+    dtype = sum_dtype(layer.hidden)
+    chosen = torch.zeros(len(tokens), dtype=dtype, device=layer.hidden.device)
+    largest = torch.full_like(chosen, torch.finfo(dtype).min / 2)
+    total = chosen.clone()
+    weighted = chosen.clone()
+    for block in vocabulary:
+        logits, _ = block_logits(layer, block, piece, temperature, forbidden)
+        column, inside = in_block(tokens, block.start, logits.shape[1])  # (rows, 1) each
+        chosen += torch.where(inside, logits.gather(1, column), 0).squeeze(1)
+        before = largest
+        if by_softmax:
+            largest, block_total, block_weighted = _sums_by_softmax(before, logits)
+        else:
+            largest = torch.maximum(before, logits.amax(dim=1))
+            logits.sub_(largest.unsqueeze(1))
+            if infinite:
+                logits.clamp_(min=LOWEST)
+            powers = torch.exp(logits)
+            block_total = powers.sum(dim=1)
+            block_weighted = torch.linalg.vecdot(powers, logits)
+            del powers
+        del logits  # before the next block is made
+        shrink = torch.exp(before - largest)
+        weighted = (weighted + (before - largest) * total) * shrink + block_weighted
+        total = total * shrink + block_total
+    return chosen, largest + total.log(), total.log() - weighted / total
 
 
 def layer_gradients(
-    ctx: Any,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gradient: Callable[[slice, slice], Tensor],
+    layer: OutputLayer,
+    blocks: LogitBlocks,
+    needs_grad: Sequence[bool],
+    block_gradient: Callable[[slice, slice], Tensor],
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of the first three inputs of a Function, `hidden` (N, H), `weight` (V, H) and
-    `bias` (V,), from that of each block of their matrix product: `gradient(columns, rows)` (rows,
-    columns) in `dtype`. `ctx.columns` is the width of a block, `ctx.pieces` are the rows; columns
-    of the weight beyond `ctx.width`, if that is set, are not used."""
-    width = getattr(ctx, "width", weight.shape[0])
-    unused = width < weight.shape[0]
+    """Gradients of the hidden states, the weight and the bias of a layer.
+
+    Args:
+        needs_grad: of these three, whether a gradient is asked for; the first is computed anyway.
+        block_gradient: `(columns, rows)` -> the gradient (rows, columns) of this block of the
+            matrix product, in `dtype`.
+    """
+    hidden = layer.hidden
+    weight = layer.weight
     grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-    empty_like = torch.zeros_like if unused else torch.empty_like
-    if ctx.needs_input_grad[1]:
+    empty_like = torch.empty_like
+    if blocks.width < weight.shape[0]:  # rows that no block writes
+        empty_like = torch.zeros_like
+    grad_weight = None
+    if needs_grad[1]:
         grad_weight = empty_like(weight)
-    else:
-        grad_weight = None
-    if bias is not None and ctx.needs_input_grad[2]:
-        grad_bias = empty_like(bias)
-    else:
-        grad_bias = None
-    for start in range(0, width, ctx.columns):
-        block = slice(start, min(start + ctx.columns, width))
-        of_weight: Tensor | None = None  # a sum over pieces; one piece needs none
-        of_bias: Tensor | float = 0.0
-        for piece in ctx.pieces:
-            grad = gradient(block, piece)
+    grad_bias = None
+    if layer.bias is not None and needs_grad[2]:
+        grad_bias = empty_like(layer.bias)
+    for block in blocks.vocabulary:
+        weight_sum: Tensor | None = None  # over pieces; one piece needs none
+        bias_sum: Tensor | float = 0.0
+        for piece in blocks.pieces:
+            grad = block_gradient(block, piece)
             if grad_bias is not None:
-                of_bias = of_bias + grad.sum(dim=0)
+                bias_sum = bias_sum + grad.sum(dim=0)
             grad = grad.to(hidden.dtype)  # (rows, columns)
-            if grad_weight is not None and len(ctx.pieces) == 1:
+            if grad_weight is not None and len(blocks.pieces) == 1:
                 torch.mm(grad.t(), hidden, out=grad_weight[block])  # (columns, N) @ (N, H)
             elif grad_weight is not None:
                 product = (grad.t() @ hidden[piece]).to(dtype)
-                if of_weight is None:
-                    of_weight = product
+                if weight_sum is None:
+                    weight_sum = product
                 else:
-                    of_weight = of_weight.add_(product)
+                    weight_sum = weight_sum.add_(product)
             grad_hidden[piece] += grad @ weight[block]  # (rows, columns) @ (columns, H)
             del grad  # before the next block is made
-        if grad_weight is not None and of_weight is not None:
-            grad_weight[block] = of_weight
+        if grad_weight is not None and weight_sum is not None:
+            grad_weight[block] = weight_sum
         if grad_bias is not None:
-            grad_bias[block] = of_bias
+            grad_bias[block] = bias_sum
     return grad_hidden.to(hidden.dtype), grad_weight, grad_bias
 
 
@@ -237,11 +300,11 @@ def _sums_by_softmax(before: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Te
     S (sum of p z - z*)."""
     shares = torch.softmax(logits, dim=1)
     top, column = shares.max(dim=1)  # (rows,) each
-    highest = logits.gather(1, column.unsqueeze(1)).squeeze(1)
+    block_largest = logits.gather(1, column.unsqueeze(1)).squeeze(1)
     mean = torch.linalg.vecdot(shares, logits)
-    largest = torch.maximum(before, highest)
-    of_block = torch.exp(highest - largest) / top
-    return largest, of_block, of_block * (mean - largest)
+    largest = torch.maximum(before, block_largest)
+    block_total = torch.exp(block_largest - largest) / top
+    return largest, block_total, block_total * (mean - largest)
 
 
 def has_fused_softmax(device: torch.device) -> bool:
@@ -250,44 +313,53 @@ def has_fused_softmax(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _may_be_infinite(hidden: Tensor, bias: Tensor | None) -> bool:
+def sum_dtype(hidden: Tensor) -> torch.dtype:
+    """The dtype of sums over the vocabulary."""
+    if hidden.dtype == torch.float64:
+        return torch.float64
+    return torch.float32
+
+
+def _may_be_infinite(layer: OutputLayer) -> bool:
     """Whether a logit may be -inf in a sound model: by a bias of -inf, or beyond the range of
     fp16."""
-    return bias is not None or hidden.dtype == torch.float16
+    return layer.bias is not None or layer.hidden.dtype == torch.float16
 
 
 def block_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    layer: OutputLayer,
     block: slice,
+    piece: slice,
     temperature: float,
-    head: Head,
+    forbidden: Forbidden | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits / temperature, (N, columns) fp32, and the `tanh` of the soft cap, which the derivative
-    needs."""
-    logits = fp32_product(hidden, weight[block], None if bias is None else bias[block])
-    if head.softcap is None:
-        factor = head.scale / temperature
-        return logits if factor == 1 else logits.mul_(factor), None
-    tanh = logits.mul_(head.scale / head.softcap).tanh_()
-    return tanh * (head.softcap / temperature), tanh
+    """Logits / temperature of a block of tokens for a piece of the rows, (rows, columns) fp32,
+    `NEVER` for forbidden tokens; and the `tanh` of the soft cap, which the derivative needs."""
+    bias = None
+    if layer.bias is not None:
+        bias = layer.bias[block]
+    logits = fp32_product(layer.hidden[piece], layer.weight[block], bias)
+    head = layer.head
+    factor = head.scale / temperature
+    tanh = None
+    if head.softcap is not None:
+        tanh = logits.mul_(head.scale / head.softcap).tanh_()
+        logits = tanh * (head.softcap / temperature)
+    elif factor != 1:
+        logits.mul_(factor)
+    if forbidden is not None:
+        positions, ids = forbidden
+        forbid_(logits, (positions[piece], ids), block.start)
+    return logits, tanh
 
 
-def forbid_(logits: Tensor, forbidden: Forbidden | None, first: int = 0) -> None:
+def forbid_(logits: Tensor, forbidden: Forbidden, first: int = 0) -> None:
     """Set the logits (N, columns) fp32 of forbidden tokens to `NEVER`; column 0 is that of token
     `first`."""
-    if forbidden is not None:
-        places, ids = forbidden
-        for token in ids:
-            if 0 <= token - first < logits.shape[1]:
-                logits[:, token - first].masked_fill_(places, NEVER)
-
-
-def of_rows(forbidden: Forbidden | None, piece: slice) -> Forbidden | None:
-    if forbidden is None:
-        return None
-    return (forbidden[0][piece], forbidden[1])
+    positions, ids = forbidden
+    for token in ids:
+        if 0 <= token - first < logits.shape[1]:
+            logits[:, token - first].masked_fill_(positions, NEVER)
 
 
 def fp32_product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -299,31 +371,6 @@ def fp32_product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if raw.dtype == torch.float64:
         return raw
     return raw.float()
-
-
-def _block_gradient(
-    ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, block: slice, piece: slice
-) -> Tensor:
-    """Gradient of a block of the matrix product for a piece of the rows, (rows, columns) fp32. With
-    z = logits / temperature: d logprob / dz = onehot - p, and d entropy / dz = -p (log p +
-    entropy)."""
-    hidden, weight, bias, tokens, log_total, entropy = ctx.saved_tensors
-    hidden = hidden[piece]
-    tokens = tokens[piece]
-    log_total = log_total[piece]
-    entropy = entropy[piece]
-    logits, tanh = block_logits(hidden, weight, bias, block, ctx.temperature, ctx.head)
-    forbid_(logits, of_rows(ctx.forbidden, piece), block.start)
-    logprobs = logits.sub_(log_total.unsqueeze(1))
-    if _may_be_infinite(hidden, bias):
-        logprobs.clamp_(min=LOWEST)
-    slope = -grad_logprobs.unsqueeze(1)
-    if ctx.entropy_grad:
-        slope = slope - grad_entropy.unsqueeze(1) * (logprobs + entropy.unsqueeze(1))
-    grad = logprobs.exp_().mul_(slope)
-    column, inside = in_block(tokens.unsqueeze(1), block.start, grad.shape[1])
-    grad.scatter_add_(1, column, torch.where(inside, grad_logprobs.unsqueeze(1), 0))
-    return of_product_(grad, tanh, ctx.head, ctx.temperature)
 
 
 def of_product_(grad: Tensor, tanh: Tensor | None, head: Head, temperature: float) -> Tensor:

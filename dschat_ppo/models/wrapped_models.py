@@ -15,10 +15,11 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from dschat_ppo.algorithms.divergence import Divergence, OutputLayer, fused_divergence
+from dschat_ppo.algorithms.divergence import Divergence, fused_divergence
 from dschat_ppo.algorithms.fused_logprobs import (
     Forbidden,
     Head,
+    OutputLayer,
     forbid_,
     fused_token_scores,
     token_entropy,
@@ -289,18 +290,12 @@ class PolicyModel(WrappedModel):
 
         def scores(hidden: Tensor) -> tuple[Tensor, ...]:
             """The outputs of `_head_scores`, while the weight of the head is whole."""
+            layer = OutputLayer(hidden, head.weight, head.bias, self._head)
             logprobs, entropy = fused_token_scores(
-                hidden,
-                head.weight,
-                head.bias,
-                tokens,
-                temperature,
-                self._head,
-                entropy_grad,
-                forbidden=forbidden,
+                layer, tokens, temperature, entropy_grad, forbidden=forbidden
             )
             divergences = [
-                self._divergence(hidden, temperature, forbidden, teaching) for teaching in teachings
+                _divergence(layer, temperature, forbidden, teaching) for teaching in teachings
             ]
             return logprobs, entropy, *divergences
 
@@ -309,37 +304,29 @@ class PolicyModel(WrappedModel):
         with forward_replaced(head, scores):
             return head(states.to(head.weight.dtype))  # Mamba's states are in fp32
 
-    def _divergence(
-        self,
-        hidden: Tensor,
-        temperature: float,
-        forbidden: Forbidden | None,
-        teaching: Teaching,
-    ) -> Tensor:
-        """The divergence from a teacher (N,) fp32 at hidden states (N, H), 0 at other tokens than
-        its own. Inside a call of the head, while its weight is whole."""
-        head = self.lm.get_output_embeddings()
-        taught: Any = slice(None)
-        if teaching.tokens is not None:
-            taught = teaching.tokens
-        forbidden_there = None
-        if forbidden is not None:
-            mask, ids = forbidden
-            forbidden_there = mask[taught], ids
-        divergence = fused_divergence(
-            hidden[taught],
-            head.weight,
-            head.bias,
-            teaching.teacher,
-            teaching.divergence,
-            temperature,
-            self._head,
-            forbidden=forbidden_there,
+
+def _divergence(
+    layer: OutputLayer, temperature: float, forbidden: Forbidden | None, teaching: Teaching
+) -> Tensor:
+    """The divergence from a teacher (N,) fp32 at the N hidden states of `layer`, whose weight is
+    whole; 0 at tokens that the teacher does not teach."""
+    if teaching.tokens is None:
+        return fused_divergence(
+            layer, teaching.teacher, teaching.divergence, temperature, forbidden=forbidden
         )
-        if teaching.tokens is None:
-            return divergence
-        zeros = divergence.new_zeros(len(hidden))
-        return zeros.index_add(0, teaching.tokens, divergence)
+    forbidden_there = None
+    if forbidden is not None:
+        mask, ids = forbidden
+        forbidden_there = mask[teaching.tokens], ids
+    divergence = fused_divergence(
+        replace(layer, hidden=layer.hidden[teaching.tokens]),
+        teaching.teacher,
+        teaching.divergence,
+        temperature,
+        forbidden=forbidden_there,
+    )
+    zeros = divergence.new_zeros(len(layer.hidden))
+    return zeros.index_add(0, teaching.tokens, divergence)
 
 
 def _lengths_read(target_mask: Tensor) -> Tensor:

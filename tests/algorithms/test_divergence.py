@@ -4,13 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from dschat_ppo.algorithms.divergence import (
-    Divergence,
-    OutputLayer,
-    dense_divergence,
-    fused_divergence,
-)
-from dschat_ppo.algorithms.fused_logprobs import NEVER, Head
+from dschat_ppo.algorithms.divergence import Divergence, dense_divergence, fused_divergence
+from dschat_ppo.algorithms.fused_logprobs import NEVER, Head, OutputLayer
 
 N, H, V, TEMPERATURE = 7, 5, 600, 0.7
 KINDS = [("reverse_kl", 0.5), ("forward_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1)]
@@ -69,11 +64,10 @@ def test_blocks_give_the_dense_divergence_and_its_gradients(kind, beta, head):
     expected = torch.autograd.grad((weights * dense).sum(), student)
     for block_bytes in (10 * 256 * 8, 2 * 256 * 8):  # blocks of all rows, and of a part of them
         fused = fused_divergence(
-            *student,
+            OutputLayer(*student, head),
             OutputLayer(*teacher, head),
             Divergence(kind, beta),
             TEMPERATURE,
-            head,
             block_bytes,
         )
         torch.testing.assert_close(fused, dense, rtol=1e-9, atol=1e-12)
@@ -109,7 +103,7 @@ def test_top_tokens_and_their_tail_are_the_divergence_of_buckets(kind, beta, top
     log_p, log_q = log_probs(*student), log_probs(*teacher)
     dense = dense_divergence(*buckets_of(log_p, log_q, top_k), kind, beta)
     fused = fused_divergence(
-        *student,
+        OutputLayer(*student),
         OutputLayer(*teacher),
         Divergence(kind, beta, top_k),
         TEMPERATURE,
@@ -145,8 +139,9 @@ def test_the_tail_of_a_very_sure_teacher_is_as_small_as_it_is(kind, beta, dtype,
     buckets = buckets_of(torch.log_softmax(exact.T, dim=1), log_q, top_k)
     expected = dense_divergence(*buckets, kind, beta)
     layer = OutputLayer(hidden, teacher, None)
+    divergence = Divergence(kind, beta, top_k)
     found = fused_divergence(
-        hidden, student, None, layer, Divergence(kind, beta, top_k), block_bytes=2 * 256 * 8
+        OutputLayer(hidden, student), layer, divergence, block_bytes=2 * 256 * 8
     )
     if kind == "reverse_kl" and top_k == 1:
         share = 599 / 600  # of the tail, under a uniform student
@@ -168,10 +163,9 @@ def test_gradients_are_finite_differences():
     ):
 
         def of(hidden, bias, divergence=divergence):
-            layer = OutputLayer(*teacher, CAPPED)
-            return fused_divergence(
-                hidden, student[1], bias, layer, divergence, TEMPERATURE, CAPPED, 4 * 256 * 8
-            )
+            layer = OutputLayer(hidden, student[1], bias, CAPPED)
+            of_teacher = OutputLayer(*teacher, CAPPED)
+            return fused_divergence(layer, of_teacher, divergence, TEMPERATURE, 4 * 256 * 8)
 
         assert torch.autograd.gradcheck(of, (student[0], student[2]), eps=1e-6, atol=1e-6)
 
@@ -180,7 +174,9 @@ def test_gradients_are_finite_differences():
 def test_rows_that_one_vocabulary_lacks_are_in_neither_distribution(width, teacher_width):
     student, teacher = layers(3, width, teacher_width)
     dense = dense_divergence(log_probs(*student), log_probs(*teacher), "reverse_kl")
-    fused = fused_divergence(*student, OutputLayer(*teacher), Divergence("reverse_kl"), TEMPERATURE)
+    fused = fused_divergence(
+        OutputLayer(*student), OutputLayer(*teacher), Divergence("reverse_kl"), TEMPERATURE
+    )
     torch.testing.assert_close(fused, dense)
     for a, b in zip(
         *(torch.autograd.grad(each.sum(), student) for each in (fused, dense)), strict=True
@@ -200,7 +196,7 @@ def test_tokens_that_cannot_be_drawn_and_logits_of_minus_infinity_add_nothing(
         student[2][3] = teacher[2][3] = -torch.inf
     forbidden = torch.arange(N) % 2 == 0, (0, 7, 599)
     fused = fused_divergence(
-        *student,
+        OutputLayer(*student),
         OutputLayer(*teacher),
         Divergence(kind, beta, top_k),
         TEMPERATURE,
@@ -227,7 +223,8 @@ def test_equal_models_have_no_divergence_and_no_gradient_in_fp32():
     hidden, weight = (each.detach().float().requires_grad_() for each in student[:2])
     teacher = OutputLayer(hidden.detach(), weight.detach())
     for kind, beta in KINDS:
-        found = fused_divergence(hidden, weight, None, teacher, Divergence(kind, beta), TEMPERATURE)
+        layer = OutputLayer(hidden, weight)
+        found = fused_divergence(layer, teacher, Divergence(kind, beta), TEMPERATURE)
         gradients = torch.autograd.grad(found.sum(), (hidden, weight))
         assert found.abs().max() < 1e-6 and max(each.abs().max() for each in gradients) < 1e-6
 
@@ -245,15 +242,16 @@ def test_no_rows_and_the_context_of_a_partitioned_weight():
     student, teacher = layers(6)
     layer = OutputLayer(*teacher, whole=Whole)
     found = fused_divergence(
-        student[0][:0],
-        *student[1:],
+        OutputLayer(student[0][:0], *student[1:]),
         OutputLayer(teacher[0][:0], *teacher[1:], whole=Whole),
         Divergence("jsd"),
     )
     assert found.shape == (0,) and torch.autograd.grad(found.sum(), student[1])[0].abs().max() == 0
     opened.clear()
-    fused_divergence(*student, layer, Divergence("reverse_kl")).sum().backward()
+    fused_divergence(OutputLayer(*student), layer, Divergence("reverse_kl")).sum().backward()
     assert opened == [True, False] * 2, "forward and backward pass"
     opened.clear()
-    fused_divergence(*student, layer, Divergence("reverse_kl", top_k=2)).sum().backward()
+    fused_divergence(
+        OutputLayer(*student), layer, Divergence("reverse_kl", top_k=2)
+    ).sum().backward()
     assert opened == [True, False], "the backward pass of top tokens needs no teacher"

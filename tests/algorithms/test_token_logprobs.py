@@ -10,6 +10,7 @@ import torch
 from dschat_ppo.algorithms import fused_logprobs
 from dschat_ppo.algorithms.fused_logprobs import (
     Head,
+    OutputLayer,
     fused_token_scores,
     token_entropy,
     token_logprobs,
@@ -135,11 +136,10 @@ def test_forbidden_tokens_have_no_probability_where_they_are_forbidden(narrow, h
         logits = head.softcap * torch.tanh(logits / head.softcap)
     logits = logits.masked_fill(mask, -torch.inf)
     expected = token_logprobs(logits, tokens, 0.7), token_entropy(logits, 0.7)
-    found = fused_token_scores(
-        hidden, weight, None, tokens, 0.7, head, True, 4 * 101 * rows, (places, ids)
-    )
+    layer = OutputLayer(hidden, weight, None, head)
+    found = fused_token_scores(layer, tokens, 0.7, True, 4 * 101 * rows, (places, ids))
     require_equal(found, expected, [hidden, weight])
-    free = fused_token_scores(hidden, weight, None, tokens, 0.7, head, True, 4 * 101 * rows)
+    free = fused_token_scores(layer, tokens, 0.7, True, 4 * 101 * rows)
     assert (found[0] - free[0])[places].max() > 1e-3 and torch.equal(
         found[0][~places], free[0][~places]
     )
@@ -167,21 +167,22 @@ def test_values_and_gradients_are_those_of_whole_logits(
     monkeypatch.setattr(fused_logprobs, "has_fused_softmax", lambda device: by_softmax)
     hidden, weight, bias, tokens = inputs(with_bias=with_bias)
     for temperature in (1.0, 0.7):
-        found = fused_token_scores(
-            hidden, weight, bias, tokens, temperature, head, True, 4 * columns * rows
-        )
-        assert (found[0].grad_fn.columns, found[0].grad_fn.pieces[0].stop) == (columns, rows)
+        layer = OutputLayer(hidden, weight, bias, head)
+        found = fused_token_scores(layer, tokens, temperature, True, 4 * columns * rows)
+        blocks = found[0].grad_fn.blocks
+        assert (blocks.columns, blocks.pieces[0].stop) == (columns, rows)
         expected = whole(hidden, weight, bias, tokens, temperature, head)
         require_equal(found, expected, [hidden, weight] + [bias] * with_bias)
 
 
 def test_what_asks_for_no_gradient_gets_none_and_no_rows_give_zeros():
     hidden, weight, bias, tokens = inputs(with_bias=True)
-    logprobs, entropy = fused_token_scores(hidden, weight.detach(), bias, tokens)
+    logprobs, entropy = fused_token_scores(OutputLayer(hidden, weight.detach(), bias), tokens)
     logprobs.sum().backward()
     assert not entropy.requires_grad and hidden.grad.abs().max() > 0 and weight.grad is None
     hidden, weight, bias, tokens = inputs(with_bias=True, count=0)
-    logprobs, entropy = fused_token_scores(hidden, weight, bias, tokens, entropy_grad=True)
+    layer = OutputLayer(hidden, weight, bias)
+    logprobs, entropy = fused_token_scores(layer, tokens, entropy_grad=True)
     grads = torch.autograd.grad(logprobs.sum() + entropy.sum(), [hidden, weight, bias])
     assert logprobs.shape == entropy.shape == (0,) and [g.shape for g in grads] == [
         (0, H),
@@ -201,7 +202,7 @@ def test_gradients_are_finite_differences(monkeypatch, head):
     ]
     tokens = torch.tensor([0, 10, 4, 3, 4])
     assert torch.autograd.gradcheck(
-        lambda *x: fused_token_scores(*x, tokens, 0.8, head, True, 4 * 5 * 4), leaves
+        lambda *x: fused_token_scores(OutputLayer(*x, head), tokens, 0.8, True, 4 * 5 * 4), leaves
     )
 
 
@@ -211,7 +212,9 @@ def test_in_bf16_gradients_are_as_near_to_the_exact_ones_as_the_plain_way(narrow
     targets = gradients(whole(*exact, None, tokens, 1.0, Head()), exact)
     plain = gradients(whole(hidden, weight, None, tokens, 1.0, Head()), [hidden, weight])
     found = gradients(
-        fused_token_scores(hidden, weight, None, tokens, entropy_grad=True, block_bytes=narrow),
+        fused_token_scores(
+            OutputLayer(hidden, weight), tokens, entropy_grad=True, block_bytes=narrow
+        ),
         [hidden, weight],
     )
     for target, a, b in zip(targets, found, plain, strict=True):
@@ -221,7 +224,8 @@ def test_in_bf16_gradients_are_as_near_to_the_exact_ones_as_the_plain_way(narrow
 
 def test_large_logits_stay_finite():
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[3e4], [0.0], [-3e4]])
-    logprobs, entropy = fused_token_scores(hidden.expand(2, 1), weight, None, torch.tensor([0, 2]))
+    layer = OutputLayer(hidden.expand(2, 1), weight)
+    logprobs, entropy = fused_token_scores(layer, torch.tensor([0, 2]))
     assert logprobs.tolist() == [0.0, -6e4]
     assert entropy.tolist() == [0.0, 0.0]
 
@@ -237,7 +241,8 @@ def test_tokens_that_cannot_be_drawn_add_nothing(monkeypatch, head, columns):
     out[:11] = out[500:530] = out[-40:] = True
     tokens = torch.where(out[tokens], 100, tokens)
     masked = bias.detach().masked_fill(out, -torch.inf).requires_grad_()
-    found = fused_token_scores(hidden, weight, masked, tokens, 0.7, head, True, 4 * N * columns)
+    layer = OutputLayer(hidden, weight, masked, head)
+    found = fused_token_scores(layer, tokens, 0.7, True, 4 * N * columns)
     small = [x.detach()[~out].requires_grad_() for x in (weight, bias)]
     places = (~out).cumsum(0)[tokens] - 1
     expected = whole(hidden, *small, places, 0.7, head)
@@ -260,7 +265,8 @@ def test_nan_stays_nan():
     hidden, weight, bias, tokens = inputs(with_bias=True)
     with torch.no_grad():
         bias[3] = torch.nan
-    assert all(scores.isnan().all() for scores in fused_token_scores(hidden, weight, bias, tokens))
+    layer = OutputLayer(hidden, weight, bias)
+    assert all(scores.isnan().all() for scores in fused_token_scores(layer, tokens))
 
 
 @pytest.mark.parametrize(("count", "block"), [(2000, 2000 * 256), (3000, 250 * 256)])
@@ -280,7 +286,7 @@ def test_whole_logits_are_never_made(count, block):
             return out
 
     with Watch():
-        logprobs, _ = fused_token_scores(hidden, weight, None, tokens, block_bytes=4 * block)
+        logprobs, _ = fused_token_scores(OutputLayer(hidden, weight), tokens, block_bytes=4 * block)
         logprobs.sum().backward()
     assert len(sizes) > 20
     assert max(sizes) <= block
@@ -298,7 +304,7 @@ def test_in_bf16_sums_over_pieces_are_rounded_once(monkeypatch):
             (whole(hidden, weight, None, tokens, 1.0, Head()), [hidden, weight]),
             (
                 fused_token_scores(
-                    hidden, weight, None, tokens, entropy_grad=True, block_bytes=4 * 300 * 4
+                    OutputLayer(hidden, weight), tokens, entropy_grad=True, block_bytes=4 * 300 * 4
                 ),
                 [hidden, weight],
             ),
@@ -322,11 +328,12 @@ def test_sums_by_softmax_stand_large_logits_nan_and_a_bias_of_minus_infinity(nar
         weight[3] = torch.nan
     assert all(
         scores.isnan().all()
-        for scores in fused_token_scores(hidden, weight, None, tokens, block_bytes=narrow)
+        for scores in fused_token_scores(OutputLayer(hidden, weight), tokens, block_bytes=narrow)
     )
     hidden, weight, bias, tokens = inputs(with_bias=True)
     bias = bias.detach().masked_fill(torch.arange(V) < 400, -torch.inf)  # the whole first block
-    found = fused_token_scores(hidden, weight, bias, tokens.clamp_min(400), block_bytes=narrow)
+    layer = OutputLayer(hidden, weight, bias)
+    found = fused_token_scores(layer, tokens.clamp_min(400), block_bytes=narrow)
     torch.testing.assert_close(
         found, whole(hidden, weight, bias, tokens.clamp_min(400), 1.0, Head())
     )
