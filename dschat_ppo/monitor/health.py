@@ -9,6 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ from dschat_ppo.config.health_flags import HealthFlags, Level, Rule, thresholds
 
 CALM = 3  # steps without a warning after which it is over
 # a step without any of them made no update
-COMPLETE = "reward/score_std", "policy/counted_share", "loss"
+COMPLETE = ("reward/score_std", "policy/counted_share", "loss")
 LENGTH = "rollout/length_mean"
-LONGER = 1.5  # factor of the length of answers, or of the KL, that is more than noise
-# tokens on average; fewer distinct answers of such a length are expected, e.g. of numbers
-SHORT_ANSWER = 8
+LONGER = 1.5  # factor of the length of responses, or of the KL, that is more than noise
+# tokens on average; fewer distinct responses of such a length are expected, e.g. of numbers
+SHORT_RESPONSE = 8
 RISE = 0.25  # of a score, in standard deviations, that is more than noise
 WORSE = 0.002  # nats by which a held-out loss is higher by more than rounding
 # Below these, numbers are noise: their ratio says nothing, and 0 would make each later number
@@ -49,7 +50,7 @@ class History:
     # (step, held-out loss, mean training loss since the evaluation before), oldest first
     evaluations: list[tuple[int, float, float]] = field(default_factory=list)
     # sum and number of training losses since the last evaluation
-    losses: tuple[float, int] = 0.0, 0
+    losses: tuple[float, int] = (0.0, 0)
 
     def begin_step(self, step: int, metrics: Metrics) -> None:
         """The metrics of the current step; those of an evaluation of steps 1 and 2 with the
@@ -61,7 +62,8 @@ class History:
             count = count + 1
         if "eval_loss" in self.now and count:
             self.evaluations.append((step, self.now["eval_loss"], total / count))
-            total, count = 0.0, 0
+            total = 0.0
+            count = 0
         self.losses = (total, count)
 
     def end_step(self) -> None:
@@ -99,14 +101,14 @@ class History:
 
 def find(rule: Rule, history: History) -> str | None:
     """What a rule finds at the current step, with the numbers."""
-    check = CHECKS.get(rule.name, lambda seen: _beyond_bound(rule, seen))
-    text = check(history)
-    if text is None or not rule.lasts:
-        return text
-    before = [check(replace(history, now=metrics)) for metrics in history.past]
-    if len(before) < history.window or None in before:
+    check = CHECKS.get(rule.name, partial(_beyond_bound, rule))
+    finding = check(history)
+    if finding is None or not rule.lasts:
+        return finding
+    earlier = [check(replace(history, now=metrics)) for metrics in history.past]
+    if len(earlier) < history.window or None in earlier:
         return None
-    return f"{text}, for {len(before) + 1} steps"
+    return f"{finding}, for {len(earlier) + 1} steps"
 
 
 # `Rule.comparison` -> the bound, of (threshold, mean of the metric over the window before)
@@ -121,32 +123,43 @@ BOUNDS: dict[str, Callable[[float, float], float]] = {
 
 
 def _beyond_bound(rule: Rule, history: History) -> str | None:
+    """What the comparison of a rule with its bound finds, for the first metric that is beyond it:
+    the norms of gradients are those of several roles."""
+    for name, value in history.now.items():
+        is_norm = "grad_norm" in rule.metric and name.startswith(rule.metric.removesuffix("ROLE"))
+        if name != rule.metric and not is_norm:
+            continue
+        if is_norm and value == math.inf:  # an overflow of fp16
+            continue
+        finding = _compared(rule, history, name, value)
+        if finding is not None:
+            return finding
+    return None
+
+
+def _compared(rule: Rule, history: History, name: str, value: float) -> str | None:
+    """What the rule finds if this `value` of the metric `name` is beyond its bound."""
     limit = history.limits[rule.name]
     is_above = rule.comparison.startswith("above")
-    uses_mean = "mean" in rule.comparison
-    is_norm = "grad_norm" in rule.metric
-    is_entropy = "entropy" in rule.metric
-    for name, value in history.now.items():
-        if name != rule.metric and not (
-            is_norm and name.startswith(rule.metric.removesuffix("ROLE"))
-        ):
-            continue
-        # A norm of infinity is an overflow of fp16; where scores are all equal, estimators that
-        # compare answers have one of 0, which is no size to compare with.
-        if uses_mean:
-            mean = history.mean(name, above=SMALLEST_NORM if is_norm else -math.inf)
-        else:
-            mean = limit
-        if mean is None or (is_norm and value == math.inf):
-            continue
-        seen = f"{name} is {value:.3g}, {rule.comparison.replace(' it', f' {limit:g}')}"
-        seen += f"; its mean over the previous steps is {mean:.3g}" if uses_mean else ""
-        if is_entropy and mean < SMALL_ENTROPY:  # too small to fall by a factor, and to rise from
-            mean = SMALL_ENTROPY if is_above else 0.0
-        bound = BOUNDS[rule.comparison](limit, mean)
-        if value > bound if is_above else value < bound:
-            return seen
-    return None
+    finding = f"{name} is {value:.3g}, {rule.comparison.replace(' it', f' {limit:g}')}"
+    mean = limit
+    if "mean" in rule.comparison:
+        smallest = -math.inf
+        if "grad_norm" in rule.metric:
+            # where scores are all equal, estimators that compare responses have a norm of 0, which
+            # is no size to compare with
+            smallest = SMALLEST_NORM
+        mean_before = history.mean(name, above=smallest)
+        if mean_before is None:
+            return None
+        mean = mean_before
+        finding += f"; its mean over the previous steps is {mean:.3g}"
+    # too small to fall by a factor, and to rise from
+    if "entropy" in rule.metric and mean < SMALL_ENTROPY:
+        mean = SMALL_ENTROPY if is_above else 0.0
+    bound = BOUNDS[rule.comparison](limit, mean)
+    is_beyond = value > bound if is_above else value < bound
+    return finding if is_beyond else None
 
 
 # Checks of rules that no comparison with the threshold alone can say
@@ -169,24 +182,25 @@ def first_ratio_not_one(history: History) -> str | None:
 
 
 def scores_equal(history: History) -> str | None:
-    """All answers score the same, or do once the scores are clipped."""
+    """All responses score the same, or do once the scores are clipped."""
     now = history.now
     limit = history.limits["scores_equal"]
     clipped = now.get("reward/clipped_share", 0.0)
     mean = now.get("reward/score_mean", 0.0)
-    for name, more in (
-        ("score_std", f"all score {mean:.3g}"),
-        ("clipped_std", f"{clipped:.0%} are clipped"),
-    ):
-        spread = now.get(f"reward/{name}", 1.0)
-        if spread < limit and now.get("rollout/count", 1) >= 2:
-            return f"reward/{name} is {spread:.3g}, below {limit:g}; {more}"
+    if now.get("rollout/count", 1) < 2:
+        return None
+    spread = now.get("reward/score_std", 1.0)
+    if spread < limit:
+        return f"reward/score_std is {spread:.3g}, below {limit:g}; all score {mean:.3g}"
+    spread = now.get("reward/clipped_std", 1.0)
+    if spread < limit:
+        return f"reward/clipped_std is {spread:.3g}, below {limit:g}; {clipped:.0%} are clipped"
     return None
 
 
 def groups_equal(history: History) -> str | None:
-    """The answers to each prompt score alike, and an estimator compares them: there is no critic.
-    Where all answers score alike, `scores_equal` says so."""
+    """The responses to each prompt score alike, and an estimator compares them: there is no critic.
+    Where all responses score alike, `scores_equal` says so."""
     now = history.now
     limit = history.limits["groups_equal"]
     share = now.get("reward/equal_groups_share", 0.0)
@@ -198,21 +212,20 @@ def groups_equal(history: History) -> str | None:
 
 
 def reward_faults(history: History) -> str | None:
-    """A reward function fails on many answers, which get the default score."""
+    """A reward function fails on many responses, which get the default score."""
     faults = history.now.get("reward/function_faults", 0.0)
     count = history.now.get("rollout/count", 0)
-    is_many = faults and count and faults >= history.limits["reward_faults"] * count
-    if is_many:
+    if faults and count and faults >= history.limits["reward_faults"] * count:
         return f"reward/function_faults is {faults:.0f}, of {count:.0f} answers"
     return None
 
 
 def duplicate_answers(history: History) -> str | None:
-    """Many answers are equal although they are not short."""
+    """Many responses are equal although they are not short."""
     share = history.now.get("rollout/distinct_share", 1.0)
     length = history.now.get(LENGTH, 0.0)
     limit = history.limits["duplicate_answers"]
-    if share >= limit or length < SHORT_ANSWER:
+    if share >= limit or length < SHORT_RESPONSE:
         return None
     return (
         f"rollout/distinct_share is {share:.3g}, below {limit:g}, with {length:.0f} tokens per"
@@ -223,33 +236,35 @@ def duplicate_answers(history: History) -> str | None:
 def reward_exploited(history: History) -> str | None:
     """The score rises within the window while the KL grows beyond its limit, or while the length
     climbs and the KL, if there is a reference, grows too."""
-    names = ("reward/score_mean", LENGTH, "kl/ref_k1")
-    halves = {name: pair for name in names if (pair := history.halves(name)) is not None}
-    if names[0] not in halves or names[1] not in halves:
+    scores = history.halves("reward/score_mean")
+    lengths = history.halves(LENGTH)
+    kls = history.halves("kl/ref_k1")
+    if scores is None or lengths is None:
         return None
-    (score, score_now), (length, length_now), (kl, kl_now) = (
-        halves.get(name, (0.0, 0.0)) for name in names
-    )
     limits = history.limits
-    rises = score_now - score > RISE * max(
-        history.now.get("reward/score_std", 0.0), limits["scores_equal"]
-    )
-    explodes = kl_now > max(limits["kl_spike"], 3 * kl)
-    climbs = length_now > LONGER * length and (
-        kl_now > LONGER * max(kl, SMALL_KL) or names[2] not in halves
-    )
-    if not rises or not (explodes or climbs):
+    spread = max(history.now.get("reward/score_std", 0.0), limits["scores_equal"])
+    score_rises = scores[1] - scores[0] > RISE * spread
+    kl_explodes = False
+    kl_grows = True  # as far as is known without a reference
+    if kls is not None:
+        kl_explodes = kls[1] > max(limits["kl_spike"], 3 * kls[0])
+        kl_grows = kls[1] > LONGER * max(kls[0], SMALL_KL)
+    length_climbs = lengths[1] > LONGER * lengths[0]
+    if not score_rises or not (kl_explodes or (length_climbs and kl_grows)):
         return None
-    grown = ", ".join(
-        f"{name} from {older:.3g} to {newer:.3g}" for name, (older, newer) in halves.items()
-    )
-    return f"within {history.window + 1} steps {grown} (means of each half)"
+    changes = []
+    for name, halves in (("reward/score_mean", scores), (LENGTH, lengths), ("kl/ref_k1", kls)):
+        if halves is not None:
+            changes.append(f"{name} from {halves[0]:.3g} to {halves[1]:.3g}")
+    return f"within {history.window + 1} steps {', '.join(changes)} (means of each half)"
 
 
 def updates_skipped(history: History) -> str | None:
     """Updates were skipped because of NaN or infinity."""
     name = "optim/nonfinite_skipped"
-    before = history.past[-1].get(name, 0.0) if history.past else 0.0
+    before = 0.0
+    if history.past:
+        before = history.past[-1].get(name, 0.0)
     count = history.now.get(name, 0.0)
     if count > before:
         return f"{name} is {count:.0f}, up from {before:.0f}"
@@ -273,14 +288,17 @@ def overfitting(history: History) -> str | None:
     count = int(history.limits["overfitting"])
     if len(history.evaluations) <= count or "eval_loss" not in history.now:
         return None
-    step, best, before = min(history.evaluations, key=lambda evaluation: evaluation[1])
-    last = history.evaluations[-count:]
-    _, held_out, trained = last[-1]
-    if trained >= before or any(at <= step or loss <= best + WORSE for at, loss, _ in last):
+    best_step, best, trained_then = min(history.evaluations, key=lambda evaluation: evaluation[1])
+    _, held_out, trained = history.evaluations[-1]
+    if trained >= trained_then:
         return None
+    for step, loss, _ in history.evaluations[-count:]:
+        if step <= best_step or loss <= best + WORSE:
+            return None
     return (
-        f"eval_loss is {held_out:.3g}, and was {best:.3g} at step {step}, while the mean training"
-        f" loss fell from {before:.3g} to {trained:.3g}; {count} evaluations in a row are worse"
+        f"eval_loss is {held_out:.3g}, and was {best:.3g} at step {best_step}, while the mean"
+        f" training loss fell from {trained_then:.3g} to {trained:.3g}; {count} evaluations in a"
+        " row are worse"
     )
 
 
@@ -343,32 +361,30 @@ class HealthWatch:
         """The new events at a step with these metrics (as in `metrics.jsonl`); they are logged and
         recorded."""
         self.history.begin_step(step, metrics)
-        found = {
-            rule.name: seen for rule in self.rules if (seen := find(rule, self.history)) is not None
-        }
-        fresh = [
-            Event(step, rule.name, rule.level, found[rule.name], rule.cause, rule.change)
-            for rule in self.rules
-            if rule.name in found and rule.name not in self._standing
-        ]
+        fresh = []
+        for rule in self.rules:
+            finding = find(rule, self.history)
+            if finding is None:
+                continue
+            if rule.name not in self._standing:
+                fresh.append(Event(step, rule.name, rule.level, finding, rule.cause, rule.change))
+            self._standing[rule.name] = step
         for event in fresh:
             level = " (error)" if event.level == "error" else ""
             logger().warning(f"health: step {step}{level}: {event}")
-        self._standing |= dict.fromkeys(found, step)
-        for name in [name for name, last in self._standing.items() if step - last >= CALM]:
-            del self._standing[name]
-            logger().info(f"health: step {step}: {name} is over")
+        for name, last in list(self._standing.items()):
+            if step - last >= CALM:
+                del self._standing[name]
+                logger().info(f"health: step {step}: {name} is over")
         self.history.end_step()
         if fresh:
             self.events += fresh
             self._write_events()
-        stops = [
-            f"step {step}: {event}" for event in fresh if self.stop in ("warning", event.level)
-        ]
-        if stops:
-            self._reason_to_stop = f"--stop_on_health {self.stop}: {stops[0]}"
-        else:
-            self._reason_to_stop = None
+        self._reason_to_stop = None
+        for event in fresh:
+            if self.stop in ("warning", event.level):
+                self._reason_to_stop = f"--stop_on_health {self.stop}: step {step}: {event}"
+                break
         return fresh
 
     def stop_if_due(self, checkpointer: Any) -> None:
@@ -380,16 +396,20 @@ class HealthWatch:
     def state_dict(self) -> dict[str, Any]:
         """The state, for `load_state_dict`."""
         history = self.history
+        lowest = {}
+        if history.lowest_loss < math.inf:
+            lowest["loss"] = history.lowest_loss
         return {
             "past": [dict(metrics) for metrics in history.past],
             "standing": dict(self._standing),
-            "lowest": {"loss": history.lowest_loss} if history.lowest_loss < math.inf else {},
+            "lowest": lowest,
             "evaluations": list(history.evaluations),
             "losses": history.losses,
             "events": [asdict(event) for event in self.events],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
         self.history = replace(
             self.history,
             past=deque(state["past"], self.history.window),

@@ -19,34 +19,35 @@ class MetricSums:
 
     def __init__(self, sources: Sequence[str] = ()) -> None:
         self.sources = tuple(sources)
-        # By name: "means" (2,) fp64, sum and count; "parts" the same for means over some values,
-        # which are not in the result without them.
-        self._sums: dict[str, dict[str, Tensor]] = {"means": {}, "parts": {}}
+        self._means: dict[str, Tensor] = {}  # name -> (2,) fp64, sum and count
+        self._means_if_any: dict[str, Tensor] = {}  # the same, not in the result without values
         self._maxima: dict[str, Tensor] = {}  # name -> scalar fp64
 
-    def _add(self, kind: str, name: str, terms: Tensor) -> None:
-        self._sums[kind][name] = self._sums[kind].get(name, torch.zeros_like(terms)) + terms
+    def _tables(self) -> dict[str, dict[str, Tensor]]:
+        """All that is accumulated, by kind."""
+        return {
+            "means": self._means,
+            "means_if_any": self._means_if_any,
+            "maxima": self._maxima,
+        }
 
     def add_mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Add `values`, of any shape, to the mean `name`; with a `mask` (same shape, bool) only
         where it is True."""
-        counted_values = values if mask is None else _selected(values, mask, 0.0)
+        counted_values = values
+        if mask is not None:
+            counted_values = _selected(values, mask, 0.0)
         self.add_sum(name, counted_values.sum(dtype=torch.float64), _count_of(values, mask))
 
     def add_mean_if_any(self, name: str, values: Tensor, mask: Tensor) -> None:
         """As `add_mean`, but the result has no entry for the name if `mask` (bool) is nowhere True
         on any rank."""
-        self._add(
-            "parts",
-            name,
-            torch.stack(
-                [_selected(values.detach().double(), mask, 0.0).sum(), _count_of(values, mask)]
-            ),
-        )
+        total = _selected(values.detach().double(), mask, 0.0).sum()
+        _add(self._means_if_any, name, torch.stack([total, _count_of(values, mask)]))
 
     def add_sum(self, name: str, total: Tensor, count: Tensor) -> None:
         """Add a sum over `count` elements (both scalars) to the mean `name`."""
-        self._add("means", name, torch.stack([total.detach().double(), count.double()]))
+        _add(self._means, name, torch.stack([total.detach().double(), count.double()]))
 
     def add_by_source(
         self, name: str, values: Tensor, sources: Tensor | None, mask: Tensor | None = None
@@ -65,26 +66,26 @@ class MetricSums:
         pairs = torch.stack([exact, counts], dim=1)  # (n, 2)
         totals = pairs.new_zeros(len(self.sources), 2).index_add_(0, sources, pairs)
         for source, total_and_count in zip(self.sources, totals, strict=True):
-            self._add("parts", f"{name}/{source}", total_and_count)
+            _add(self._means_if_any, f"{name}/{source}", total_and_count)
 
     def add_max(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Add `values` to the maximum `name`; `mask` as in `add_mean`."""
-        counted_values = (
-            (values if mask is None else _selected(values, mask, -math.inf)).detach().double()
-        )
+        counted_values = values
+        if mask is not None:
+            counted_values = _selected(values, mask, -math.inf)
+        counted_values = counted_values.detach().double()
         if counted_values.numel():
             largest = counted_values.max()
         else:
             largest = torch.full((), -math.inf, dtype=torch.float64, device=counted_values.device)
-        self._maxima[name] = torch.maximum(self._maxima.get(name, largest), largest)
+        _add_maximum(self._maxima, name, largest)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """This rank's sums and maxima, on the CPU, for `restored`."""
-        kinds = {**self._sums, "maxima": self._maxima}
-        return {
-            kind: {name: value.cpu() for name, value in named.items()}
-            for kind, named in kinds.items()
-        }
+        state: dict[str, dict[str, Tensor]] = {}
+        for kind, table in self._tables().items():
+            state[kind] = {name: value.cpu() for name, value in table.items()}
+        return state
 
     @classmethod
     def restored(
@@ -95,47 +96,64 @@ class MetricSums:
         merged = cls()
         for state in states:
             rank_sums = cls()
-            for kind, named in {**rank_sums._sums, "maxima": rank_sums._maxima}.items():
-                named |= {name: value.to(device) for name, value in state.get(kind, {}).items()}
+            for kind, table in rank_sums._tables().items():
+                for name, value in state.get(kind, {}).items():
+                    table[name] = value.to(device)
             merged.merge(rank_sums)
         return merged
 
     def scaled(self, factor: float) -> MetricSums:
         """The same means and maxima, with all sums and counts times `factor`."""
-        changed = MetricSums(self.sources)
-        for kind, named in self._sums.items():
-            changed._sums[kind] = {name: terms * factor for name, terms in named.items()}
-        changed._maxima = dict(self._maxima)
-        return changed
+        scaled = MetricSums(self.sources)
+        for name, terms in self._means.items():
+            scaled._means[name] = terms * factor
+        for name, terms in self._means_if_any.items():
+            scaled._means_if_any[name] = terms * factor
+        scaled._maxima = dict(self._maxima)
+        return scaled
 
-    def merge(self, other: MetricSums) -> None:
-        for kind, named in other._sums.items():
-            for name, terms in named.items():
-                self._add(kind, name, terms)
-        for name, terms in other._maxima.items():
-            self._maxima[name] = torch.maximum(self._maxima.get(name, terms), terms)
+    def merge(self, added: MetricSums) -> None:
+        """Add the sums of `added`, and compare its maxima."""
+        for name, terms in added._means.items():
+            _add(self._means, name, terms)
+        for name, terms in added._means_if_any.items():
+            _add(self._means_if_any, name, terms)
+        for name, value in added._maxima.items():
+            _add_maximum(self._maxima, name, value)
 
     def reduce(self) -> dict[str, float]:
         """Name -> value over all ranks; without values 0, or no entry for a data set.
         Collective."""
-        means = {**self._sums["means"], **self._sums["parts"]}
-        averaged = sorted(means)
-        largest = sorted(self._maxima)
-        if not averaged and not largest:
+        means = {**self._means, **self._means_if_any}
+        mean_names = sorted(means)
+        maximum_names = sorted(self._maxima)
+        if not means and not self._maxima:
             return {}
-        sums_and_maxima = [means[name] for name in averaged] + [
-            self._maxima[name].view(1) for name in largest
-        ]
+        values = [means[name] for name in mean_names]
+        values += [self._maxima[name].view(1) for name in maximum_names]
         # (ranks, 2 N + M): all numbers in one collective
-        ranks = gather_cat(torch.cat(sums_and_maxima).unsqueeze(0))
-        cut = 2 * len(averaged)
+        ranks = gather_cat(torch.cat(values).unsqueeze(0))
+        cut = 2 * len(mean_names)
         combined = torch.cat([ranks[:, :cut].sum(dim=0), ranks[:, cut:].amax(dim=0)]).tolist()
         result: dict[str, float] = {}
-        for name, total, count in zip(averaged, combined[:cut:2], combined[1:cut:2], strict=True):
-            if count or name in self._sums["means"]:
-                result[name] = total / count if count else 0.0
-        values = zip(largest, combined[cut:], strict=True)  # -inf where no rank has values
-        return result | {name: 0.0 if value == -math.inf else value for name, value in values}
+        for name, total, count in zip(mean_names, combined[:cut:2], combined[1:cut:2], strict=True):
+            if count:
+                result[name] = total / count
+            elif name in self._means:
+                result[name] = 0.0
+        for name, maximum in zip(maximum_names, combined[cut:], strict=True):
+            result[name] = maximum
+            if maximum == -math.inf:  # no rank has values
+                result[name] = 0.0
+        return result
+
+
+def _add(sums: dict[str, Tensor], name: str, terms: Tensor) -> None:
+    sums[name] = sums.get(name, torch.zeros_like(terms)) + terms
+
+
+def _add_maximum(maxima: dict[str, Tensor], name: str, value: Tensor) -> None:
+    maxima[name] = torch.maximum(maxima.get(name, value), value)
 
 
 def _selected(values: Tensor, mask: Tensor, filler: float) -> Tensor:
@@ -157,13 +175,8 @@ def read(named: Mapping[str, Tensor]) -> dict[str, float]:
     """The numbers in scalar tensors, by name; the host waits for their device once."""
     if not named:
         return {}
-    return dict(
-        zip(
-            named,
-            torch.stack([value.detach().double() for value in named.values()]).tolist(),
-            strict=True,
-        )
-    )
+    scalars = torch.stack([value.detach().double() for value in named.values()])
+    return dict(zip(named, scalars.tolist(), strict=True))
 
 
 def moments(values: Tensor) -> tuple[float, float]:
@@ -175,10 +188,9 @@ def moments(values: Tensor) -> tuple[float, float]:
 def mean_and_std(values: Tensor) -> tuple[Tensor, Tensor]:
     """(mean, population standard deviation) over all elements of a tensor, fp64 scalars; (0, 0) if
     it has none."""
-    if values.numel():
-        exact = values.double()
-    else:
-        exact = torch.zeros(1, dtype=torch.float64, device=values.device)
+    exact = values.double()
+    if values.numel() == 0:
+        exact = exact.new_zeros(1)
     return exact.mean(), exact.std(correction=0)
 
 
@@ -187,5 +199,6 @@ def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     returns are equal."""
     if returns.numel() == 0:
         return torch.zeros((), dtype=torch.float64, device=returns.device)
-    spread = returns.double().var(correction=0)
-    return torch.where(spread == 0, 0.0, 1 - (returns - values).double().var(correction=0) / spread)
+    variance = returns.double().var(correction=0)
+    unexplained = (returns - values).double().var(correction=0)
+    return torch.where(variance == 0, 0.0, 1 - unexplained / variance)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from dschat_ppo.monitor.metric_sums import explained_variance, mean_and_std, rea
 from dschat_ppo.types import Experience
 
 
-def experience_metrics(  # noqa: C901
+def experience_metrics(
     rows: Experience,
     kl_coef: float,
     sources: Sequence[str],
@@ -34,66 +34,40 @@ def experience_metrics(  # noqa: C901
         clip: scores (B,) before and after they are clipped; None: they are not.
     """
     mask = rows.response_mask
-    kept = _real_tokens(mask)
-    lengths, ended = mask.sum(dim=1).float(), rows.ended.float().mean()  # (B,) and a scalar
-    found: dict[str, Tensor] = {
+    tokens = _real_tokens(mask)
+    lengths = mask.sum(dim=1).float()  # (B,)
+    scalars: dict[str, Tensor] = {
         "reward/total_mean": rows.rewards.sum(dim=1).mean(),
         "policy/counted_share": rows.loss_mask.sum() / mask.sum().clamp_min(1),
-        "policy/loss_weight_mean": mean_and_std(kept(rows.loss_weights))[0],
+        "policy/loss_weight_mean": mean_and_std(rows.loss_weights.flatten()[tokens])[0],
         "rollout/length_mean": lengths.mean(),
         "rollout/length_max": lengths.max(),
-        "rollout/ended_share": ended,
+        "rollout/ended_share": rows.ended.float().mean(),
     }
     if sources:
-        found |= {"reward/score_min": rows.scores.min(), "reward/score_max": rows.scores.max()}
-        found["reward/score_mean"], found["reward/score_std"] = mean_and_std(rows.scores)
-    if rows.teachers is not None:
-        found["distill/taught_share"] = (rows.teachers >= 0).float().mean()
-    if rows.teacher_logprobs is not None:
-        if rows.teachers is None:
-            taught = mask
-        else:
-            taught = mask & (rows.teachers >= 0).unsqueeze(1)
-        found["distill/kl_k1"] = mean_and_std(
-            kl_k1(rows.policy_logprobs, rows.teacher_logprobs)[taught]
-        )[0]
+        scalars["reward/score_min"] = rows.scores.min()
+        scalars["reward/score_max"] = rows.scores.max()
+        scalars |= _spread_metrics("reward/score_", rows.scores)
+    scalars |= _teacher_metrics(rows)
+    final_scores = rows.scores
     if clip is not None:
-        found["reward/clipped_share"] = (clip[0] != clip[1]).double().mean()
-        found["reward/clipped_std"] = mean_and_std(clip[1])[1]
-    for name, scores in zip(sources, rows.source_scores.T, strict=True):
-        scored = ~scores.isnan()  # (B,); other rows are not this source's
-        found[f"reward/{name}_share"] = scored.float().mean()
-        if len(sources) > 1:
-            found[f"reward/{name}_mean"], found[f"reward/{name}_std"] = mean_and_std(scores[scored])
+        scores_before, final_scores = clip
+        scalars["reward/clipped_share"] = (scores_before != final_scores).double().mean()
+        scalars["reward/clipped_std"] = mean_and_std(final_scores)[1]
+    scalars |= _source_metrics(rows, sources)
     if rows.ref_logprobs is not None and rows.kl is not None:
-        found["reward/kl_penalty"] = (kl_coef * rows.kl * mask).sum(dim=1).mean()
-    if rows.values is not None:
-        found["value/explained_variance"] = explained_variance(
-            kept(rows.values), kept(rows.returns)
-        )
-    spread = {
-        "policy/advantage_": rows.advantages,
-        "value/return_": rows.returns,
-        "value/": rows.values,
-    }
-    for name, values in spread.items():
-        if values is not None:
-            found[f"{name}mean"], found[f"{name}std"] = mean_and_std(kept(values))
-    # some prompt has several answers
+        scalars["reward/kl_penalty"] = (kl_coef * rows.kl * mask).sum(dim=1).mean()
+    scalars |= _token_metrics(rows, tokens)
+    # some prompt has several responses
     if sources and len(torch.unique(rows.groups)) < len(rows.groups):
-        differ = groups_that_differ(rows.scores if clip is None else clip[1], rows.groups)
-        found["reward/equal_groups_share"] = 1 - differ.float().mean().double()
-    for name, own in _rows_by_data_set(rows, data_sources):
+        differ = groups_that_differ(final_scores, rows.groups)
+        scalars["reward/equal_groups_share"] = 1 - differ.float().mean().double()
+    for name, members in _rows_by_data_set(rows, data_sources):
         if sources:
-            found[f"reward/score_mean/{name}"] = mean_and_std(rows.scores[own])[0]
-        found[f"rollout/length_mean/{name}"] = lengths[own].mean()
-    metrics = read(found | _kl(rows, data_sources))
-    for name in sources:  # the share is of interest where a source does not score all rows
-        if metrics[f"reward/{name}_share"] == 1:
-            del metrics[f"reward/{name}_share"]
-        elif metrics[f"reward/{name}_share"] == 0:
-            for statistic in ("mean", "std"):
-                metrics.pop(f"reward/{name}_{statistic}", None)
+            scalars[f"reward/score_mean/{name}"] = mean_and_std(rows.scores[members])[0]
+        scalars[f"rollout/length_mean/{name}"] = lengths[members].mean()
+    metrics = read(scalars | _kl(rows, data_sources))
+    _keep_partial_sources(metrics, sources)
     # rows that differ in a token
     distinct = torch.unique(torch.where(mask, rows.response_ids, -1), dim=0).shape[0]
     return metrics | {
@@ -103,11 +77,68 @@ def experience_metrics(  # noqa: C901
     }
 
 
-def _real_tokens(mask: Tensor) -> Callable[[Tensor], Tensor]:
-    """A function that selects the values (B, R) where `mask` is True, row after row; their number
-    is found once."""
-    places = mask.flatten().nonzero().squeeze(1)  # (n,)
-    return lambda values: values.flatten()[places]
+def _teacher_metrics(rows: Experience) -> dict[str, Tensor]:
+    """The share of the rows that a teacher teaches, and the KL from it over their tokens."""
+    scalars: dict[str, Tensor] = {}
+    taught_tokens = rows.response_mask
+    if rows.teachers is not None:
+        taught_rows = rows.teachers >= 0
+        scalars["distill/taught_share"] = taught_rows.float().mean()
+        taught_tokens = taught_tokens & taught_rows.unsqueeze(1)
+    if rows.teacher_logprobs is not None:
+        kl = kl_k1(rows.policy_logprobs, rows.teacher_logprobs)  # (B, R)
+        scalars["distill/kl_k1"] = mean_and_std(kl[taught_tokens])[0]
+    return scalars
+
+
+def _source_metrics(rows: Experience, sources: Sequence[str]) -> dict[str, Tensor]:
+    """The share of the rows that each reward source scores, and with several sources the mean and
+    spread of its scores."""
+    scalars: dict[str, Tensor] = {}
+    for name, scores in zip(sources, rows.source_scores.T, strict=True):
+        scored = ~scores.isnan()  # (B,)
+        scalars[f"reward/{name}_share"] = scored.float().mean()
+        if len(sources) > 1:
+            scalars |= _spread_metrics(f"reward/{name}_", scores[scored])
+    return scalars
+
+
+def _keep_partial_sources(metrics: dict[str, float], sources: Sequence[str]) -> None:
+    """Remove the share of a source that scores all rows, and mean and spread of one that scores
+    none."""
+    for name in sources:
+        share = metrics[f"reward/{name}_share"]
+        if share == 1:
+            del metrics[f"reward/{name}_share"]
+        elif share == 0:
+            metrics.pop(f"reward/{name}_mean", None)
+            metrics.pop(f"reward/{name}_std", None)
+
+
+def _token_metrics(rows: Experience, tokens: Tensor) -> dict[str, Tensor]:
+    """Mean and spread of advantages, returns and values over the `tokens` of `_real_tokens`, and
+    how well the values predict the returns."""
+    scalars: dict[str, Tensor] = {}
+    returns = rows.returns.flatten()[tokens]
+    if rows.values is not None:
+        values = rows.values.flatten()[tokens]
+        scalars["value/explained_variance"] = explained_variance(values, returns)
+    scalars |= _spread_metrics("policy/advantage_", rows.advantages.flatten()[tokens])
+    scalars |= _spread_metrics("value/return_", returns)
+    if rows.values is not None:
+        scalars |= _spread_metrics("value/", values)
+    return scalars
+
+
+def _spread_metrics(prefix: str, values: Tensor) -> dict[str, Tensor]:
+    mean, std = mean_and_std(values)
+    return {f"{prefix}mean": mean, f"{prefix}std": std}
+
+
+def _real_tokens(mask: Tensor) -> Tensor:
+    """(n,) int64, where `mask` (B, R) is True, as indices into a flattened (B, R) tensor; the host
+    waits for their count once."""
+    return mask.flatten().nonzero().squeeze(1)
 
 
 def _rows_by_data_set(
@@ -129,18 +160,21 @@ def kl_metrics(rows: Experience, data_sources: Sequence[str] = ()) -> dict[str, 
 
 
 def _kl(rows: Experience, data_sources: Sequence[str]) -> dict[str, Tensor]:
+    """`kl_metrics`, still on the device."""
     if rows.ref_logprobs is None:
         return {}
     mask = rows.response_mask
+    tokens = _real_tokens(mask)
     logprobs = rows.policy_logprobs
-    kept, kl = _real_tokens(mask), kl_k1(logprobs, rows.ref_logprobs)  # kl: (B, R)
-    found = {
-        "kl/ref_k1": mean_and_std(kept(kl))[0],
-        "kl/ref_k3": mean_and_std(kept(kl_k3(logprobs, rows.ref_logprobs)))[0],
+    k1 = kl_k1(logprobs, rows.ref_logprobs)  # (B, R)
+    k3 = kl_k3(logprobs, rows.ref_logprobs)
+    scalars = {
+        "kl/ref_k1": mean_and_std(k1.flatten()[tokens])[0],
+        "kl/ref_k3": mean_and_std(k3.flatten()[tokens])[0],
     }
-    for name, own in _rows_by_data_set(rows, data_sources):
-        found[f"kl/ref_k1/{name}"] = mean_and_std(kl[own][mask[own]])[0]
-    return found
+    for name, members in _rows_by_data_set(rows, data_sources):
+        scalars[f"kl/ref_k1/{name}"] = mean_and_std(k1[members][mask[members]])[0]
+    return scalars
 
 
 def drift_metrics(rows: Experience) -> dict[str, float]:
@@ -148,10 +182,9 @@ def drift_metrics(rows: Experience) -> dict[str, float]:
     forward pass."""
     assert rows.old_logprobs is not None
     drift = (rows.rollout_logprobs - rows.old_logprobs)[rows.response_mask].abs()
+    largest = torch.zeros((), device=drift.device)
     if drift.numel():
         largest = drift.max()
-    else:
-        largest = torch.zeros((), device=drift.device)
     return read(
         {"rollout/logprob_diff_mean": mean_and_std(drift)[0], "rollout/logprob_diff_max": largest}
     )
@@ -164,9 +197,9 @@ def phase_metrics(clock: PhaseClock, device: torch.device) -> dict[str, float]:
     over the mean of the ranks; 1 means that all have the same. Collective."""
     seconds, tokens, peak = clock.take()
     names = sorted(seconds)
-    mine = [[seconds[name], peak.get(name, 0.0), tokens.get(name, 0.0)] for name in names]
+    of_rank = [[seconds[name], peak.get(name, 0.0), tokens.get(name, 0.0)] for name in names]
     # (ranks, phases, 3)
-    ranks = gather_cat(torch.tensor([mine], dtype=torch.float64, device=device))
+    ranks = gather_cat(torch.tensor([of_rank], dtype=torch.float64, device=device))
     largest = ranks.amax(dim=0).tolist()
     total = ranks.sum(dim=0).tolist()
     metrics: dict[str, float] = {}

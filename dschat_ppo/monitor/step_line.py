@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dschat_ppo.common.logging import logger
@@ -28,6 +28,25 @@ PPO_COLUMNS = (
     Column("explained", "value/explained_variance", "5.2f"),
     Column("length", "rollout/length_mean", "6.1f"),
 )
+_OF_OBJECTIVE = {
+    "divergence": Column("divergence", "divergence", "7.4f"),
+    "loss": Column("loss", "loss", "7.4f"),
+    "accuracy": Column("accuracy", "accuracy", "5.3f"),
+    "margin": Column("margin", "margin", "7.3f"),
+    "kl": Column("KL", "kl", "7.4f"),
+}
+_OF_OPTIMIZER = (
+    Column("lr", "lr", "8.2e"),
+    Column("LoRA lr", "lora_lr", "8.2e"),
+    Column("Muon lr", "muon_lr", "8.2e"),
+    Column("grad norm", "grad_norm", "6.3g"),
+)
+
+
+def supervised_columns(headline: Iterable[str]) -> list[Column]:
+    """The columns of steps 1 and 2; `headline` names the objective's metrics."""
+    columns = [_OF_OBJECTIVE.get(name, Column(name, name, "7.4g")) for name in headline]
+    return [*columns, *_OF_OPTIMIZER]
 
 
 def show_step(
@@ -46,12 +65,15 @@ def show_step(
 def step_line(columns: Sequence[Column], metrics: Mapping[str, float], progress: Progress) -> str:
     """The line about the step that `progress` has counted last: the numbers that it has, the rate
     and the time left."""
-    parts = [f"step {progress.done:>{len(str(progress.total))}}/{progress.total}"]
-    parts += [
-        f"{each.label} {format(metrics[each.metric], each.form)}"
-        for each in columns
-        if each.metric in metrics
-    ]
+    texts = [f"step {progress.done:>{len(str(progress.total))}}/{progress.total}"]
+    for column in columns:
+        if column.metric in metrics:
+            texts.append(f"{column.label} {format(metrics[column.metric], column.form)}")
     seconds, tokens = progress.rates
-    parts.append(f"{tokens:7,.0f} tokens/s" if tokens else f"{seconds:6.2f} s" if seconds else "")
-    return "  ".join(filter(None, [*parts, progress.left]))
+    if tokens:
+        texts.append(f"{tokens:7,.0f} tokens/s")
+    elif seconds:
+        texts.append(f"{seconds:6.2f} s")
+    if progress.left:
+        texts.append(progress.left)
+    return "  ".join(texts)

@@ -35,15 +35,16 @@ class StepTrace:
         """Yield the items of `steps`, each of which is the work of one step, and record what the
         caller does with one, also if it ends by an exception. `first` is the number of the first
         step."""
-        for number, item in enumerate(steps, first):
-            if number != self.step:
+        for step, item in enumerate(steps, first):
+            if step != self.step:
                 yield item
                 continue
             # of torch's profiler, which prints its starts and stops
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-            recorder = profile(
-                activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu()
-            )
+            activities = [ProfilerActivity.CPU]
+            if on_gpu():
+                activities.append(ProfilerActivity.CUDA)
+            recorder = profile(activities=activities)
             recorder.start()
             try:
                 yield item

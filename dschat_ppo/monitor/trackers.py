@@ -25,13 +25,13 @@ RUN_IDS = "trackers.json"
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A prompt and its answer, as text."""
+class SampledResponse:
+    """A prompt and a response to it, as text."""
 
     prompt: str
-    answer: str
+    response: str
     score: float
-    tokens: int  # of the answer
+    tokens: int  # of the response
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,8 @@ class Start:
     """Where a start of the run begins. Steps from `first_step` to `written` run again."""
 
     first_step: int | None = None  # if the run resumes; None from scratch
-    written: int = (
-        -1
-    )  # the last step that earlier starts wrote to `metrics.jsonl`; -1 if there is none
+    # the last step that earlier starts wrote to `metrics.jsonl`; -1 if there is none
+    written: int = -1
 
 
 def check_trackers(libraries: Sequence[str]) -> None:
@@ -96,72 +95,105 @@ class WandbTracker:
 
     def __init__(self, library: str, tracking: Tracking, start: Start):
         self.name = library
-        given = os.environ
         self._library: Any = importlib.import_module(library)
-        self.failures: tuple[type[Exception], ...] = (
-            OSError,
-        )  # Trackio turns the others into warnings itself
+        # Trackio turns all others into warnings itself
+        self.failures: tuple[type[Exception], ...] = (OSError,)
         ids = _run_ids(tracking.folder)
-        folder = tracking.folder.resolve()
-        saved = ids.get(library) if start.first_step is not None else None
-        project = (
-            tracking.project
-            or given.get(f"{library.upper()}_PROJECT")
-            or folder.parent.name
-            or "dschat_ppo"
-        )
-        named: dict[str, Any] = {"project": project, "config": dict(tracking.flags)}
+        saved_id = None
+        if start.first_step is not None:
+            saved_id = ids.get(library)
         if library == "wandb":
-            from wandb.sdk import mailbox
-
-            ended = (
-                mailbox.MailboxClosedError,
-                mailbox.HandleAbandonedError,
-            )  # the process that sends to the server
-            self.failures += (self._library.errors.Error, *ended)
-            run_id = saved or given.get("WANDB_RUN_ID") or secrets.token_hex(4)
-            named |= {
-                "id": run_id,
-                "resume": given.get("WANDB_RESUME", "allow"),
-                "allow_val_change": True,
-            }
-            named["name"] = tracking.run_name or given.get("WANDB_NAME") or folder.name or "run"
-            named["dir"] = given.get("WANDB_DIR", str(tracking.folder))
+            self.failures += _wandb_failures()
+            settings = _wandb_settings(tracking, saved_id)
+            run_id = settings["id"]
         else:
-            run_id = saved or f"{tracking.run_name or folder.name or 'run'}-{secrets.token_hex(3)}"
-            named |= {"name": run_id, "resume": "allow", "embed": False}
+            settings = _trackio_settings(tracking, saved_id)
+            run_id = settings["name"]
         content = json.dumps(ids | {library: run_id}, indent=2) + "\n"
-        with storage_errors(
-            tracking.folder / RUN_IDS
-        ):  # before: a run that crashes in `init` exists already
+        # before `init`: a run that crashes in it exists already
+        with storage_errors(tracking.folder / RUN_IDS):
             write_file(tracking.folder / RUN_IDS, content.encode())
         try:
-            self._run: Any = self._library.init(**named)
+            self._run: Any = self._library.init(**settings)
         except self.failures as problem:
             raise UserError(f"--report_to {library}: {problem}") from problem
-        if saved:
-            self._next = max(start.written + 1, self._run.step if library == "wandb" else 0)
-        else:
-            self._next = 0
+        self._next_step = 0  # the first one that is sent
+        if saved_id:
+            self._next_step = start.written + 1
+        if saved_id and library == "wandb":
+            self._next_step = max(self._next_step, self._run.step)
 
-    def write(self, step: int, metrics: Mapping[str, float], answers: Sequence[Answer]) -> None:
-        if step < self._next:
+    def write(
+        self, step: int, metrics: Mapping[str, float], responses: Sequence[SampledResponse]
+    ) -> None:
+        """Send the metrics of a step, unless the run has them, and responses as a table."""
+        if step < self._next_step:
             return
-        data: dict[str, Any] = dict(metrics)
-        if answers:
-            rows = [
-                [answer.prompt, answer.answer, answer.score, answer.tokens] for answer in answers
-            ]
-            data["samples/answers"] = self._library.Table(
-                columns=["prompt", "answer", "score", "tokens"], data=rows
+        entries: dict[str, Any] = dict(metrics)
+        if responses:
+            entries["samples/answers"] = self._library.Table(
+                columns=["prompt", "answer", "score", "tokens"],
+                data=[[row.prompt, row.response, row.score, row.tokens] for row in responses],
             )
-        # W&B otherwise keeps a step back until the next one begins, and a killed run loses it
-        self._run.log(data, step=step, **({"commit": True} if self.name == "wandb" else {}))
+        options = {}
+        if self.name == "wandb":
+            # W&B otherwise keeps a step back until the next one begins, and a killed run loses it
+            options["commit"] = True
+        self._run.log(entries, step=step, **options)
 
     def close(self, succeeded: bool) -> None:
         """Write what is buffered, and mark the run as finished or failed, for which Trackio has no
         mark."""
-        self._run.finish(**({"exit_code": 0 if succeeded else 1} if self.name == "wandb" else {}))
+        if self.name == "wandb":
+            self._run.finish(exit_code=0 if succeeded else 1)
+        else:
+            self._run.finish()
+
+
+def _wandb_settings(tracking: Tracking, saved_id: str | None) -> dict[str, Any]:
+    """Arguments of `wandb.init`; `saved_id`: of the run that is continued. The environment fills
+    what the flags leave open."""
+    environment = os.environ
+    folder = tracking.folder.resolve()
+    run_id = saved_id or environment.get("WANDB_RUN_ID") or secrets.token_hex(4)
+    name = tracking.run_name or environment.get("WANDB_NAME") or folder.name or "run"
+    return {
+        "project": _project("WANDB_PROJECT", tracking),
+        "config": dict(tracking.flags),
+        "id": run_id,
+        "resume": environment.get("WANDB_RESUME", "allow"),
+        "allow_val_change": True,
+        "name": name,
+        "dir": environment.get("WANDB_DIR", str(tracking.folder)),
+    }
+
+
+def _trackio_settings(tracking: Tracking, saved_name: str | None) -> dict[str, Any]:
+    """Arguments of `trackio.init`; `saved_name`: of the run that is continued."""
+    name = tracking.run_name or tracking.folder.resolve().name or "run"
+    return {
+        "project": _project("TRACKIO_PROJECT", tracking),
+        "config": dict(tracking.flags),
+        "name": saved_name or f"{name}-{secrets.token_hex(3)}",
+        "resume": "allow",
+        "embed": False,
+    }
+
+
+def _project(variable: str, tracking: Tracking) -> str:
+    """The project of a run: by its flag, by this variable of the environment, or by the folder
+    above its own."""
+    folder = tracking.folder.resolve().parent.name
+    return tracking.project or os.environ.get(variable) or folder or "dschat_ppo"
+
+
+def _wandb_failures() -> tuple[type[Exception], ...]:
+    """The exceptions of W&B's library, and those when its process, which sends to the server, has
+    ended."""
+    import wandb
+    from wandb.sdk import mailbox
+
+    return (wandb.errors.Error, mailbox.MailboxClosedError, mailbox.HandleAbandonedError)
 
 
 class TensorBoardTracker:
@@ -170,9 +202,8 @@ class TensorBoardTracker:
     (`purge_step`)."""
 
     name = "tensorboard"
-    failures: tuple[type[Exception], ...] = (
-        OSError,
-    )  # also those of the thread that writes the file
+    # also those of the thread that writes the file
+    failures: tuple[type[Exception], ...] = (OSError,)
 
     def __init__(self, tracking: Tracking, start: Start):
         from torch.utils.tensorboard import SummaryWriter
@@ -183,11 +214,14 @@ class TensorBoardTracker:
         )
         self._writer.flush()
 
-    def write(self, step: int, metrics: Mapping[str, float], answers: Sequence[Answer]) -> None:
+    def write(
+        self, step: int, metrics: Mapping[str, float], responses: Sequence[SampledResponse]
+    ) -> None:
+        """Write the metrics of a step as scalars, and responses as one text."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
-        if answers:
-            self._writer.add_text("samples/answers", "\n\n".join(map(_markdown, answers)), step)
+        if responses:
+            self._writer.add_text("samples/answers", "\n\n".join(map(_markdown, responses)), step)
 
     def close(self, succeeded: bool) -> None:
         """Write what is buffered. TensorBoard has no mark for the end of a run."""
@@ -200,23 +234,22 @@ Tracker = TensorBoardTracker | WandbTracker
 def open_trackers(tracking: Tracking, start: Start) -> list[Tracker]:
     """Begin the run in each library, or continue it. Call it on rank 0. `UserError` if one does not
     begin it."""
-    return [
-        (
-            TensorBoardTracker(tracking, start)
-            if library == "tensorboard"
-            else WandbTracker(library, tracking, start)
-        )
-        for library in tracking.libraries
-    ]
+    trackers: list[Tracker] = []
+    for library in tracking.libraries:
+        if library == "tensorboard":
+            trackers.append(TensorBoardTracker(tracking, start))
+        else:
+            trackers.append(WandbTracker(library, tracking, start))
+    return trackers
 
 
-def _markdown(answer: Answer) -> str:
+def _markdown(row: SampledResponse) -> str:
     """Indented lines are shown as they are."""
-    shown = [f"**score {answer.score:.4g}**, {answer.tokens} tokens"]
-    for title, text in (("prompt", answer.prompt), ("answer", answer.answer)):
+    paragraphs = [f"**score {row.score:.4g}**, {row.tokens} tokens"]
+    for title, text in (("prompt", row.prompt), ("answer", row.response)):
         lines = "\n".join(f"    {line}" for line in text.splitlines())
-        shown.append(f"{title}:\n\n{lines}")
-    return "\n\n".join(shown)
+        paragraphs.append(f"{title}:\n\n{lines}")
+    return "\n\n".join(paragraphs)
 
 
 def _run_ids(folder: Path) -> dict[str, str]:
@@ -225,4 +258,6 @@ def _run_ids(folder: Path) -> dict[str, str]:
         saved = json.loads((folder / RUN_IDS).read_bytes())
     except (OSError, ValueError):  # absent or damaged: the run then begins a new run of the library
         return {}
-    return saved if isinstance(saved, dict) else {}
+    if not isinstance(saved, dict):
+        return {}
+    return saved

@@ -23,7 +23,7 @@ from dschat_ppo.common.dist import is_main, on_main
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import CONFIG, METRICS, RESULT, STARTS
 from dschat_ppo.errors import StopRequested, in_one_line
-from dschat_ppo.monitor.trackers import Answer, Start, Tracker, Tracking, open_trackers
+from dschat_ppo.monitor.trackers import SampledResponse, Start, Tracker, Tracking, open_trackers
 
 
 class JsonLines:
@@ -56,9 +56,8 @@ class JsonLines:
         """Append one line for each object; NaN and infinity become null."""
         if not is_main():
             return
-        content = "".join(
-            f"{json.dumps(finite_or_null(line), allow_nan=False)}\n" for line in lines
-        ).encode()
+        texts = [json.dumps(finite_or_null(line), allow_nan=False) for line in lines]
+        content = "".join(f"{text}\n" for text in texts).encode()
         with storage_errors(self.path):
             is_new = not self.path.exists()
             with self.path.open("ab") as file:
@@ -89,7 +88,7 @@ def finite_or_null(value: Any) -> Any:
 
 
 # flags that describe how the command was started, not the run
-_OF_ONE_START = "local_rank", "config"
+_OF_ONE_START = ("local_rank", "config")
 _LIBRARIES = (
     "torch",
     "deepspeed",
@@ -114,26 +113,29 @@ class MetricsWriter:
         self._lines = JsonLines(folder / METRICS)
         self._trackers: list[Tracker] = []
         self._lines.append([])  # makes the file
-        if is_main() and resumed and tracking:
-            written = _last_step(self._lines.path)
-        else:
+        start = Start()
+        if resumed:
+            offset, first_step = resumed
+            self._lines.offset = offset
             written = -1
-        self._lines.offset = resumed[0] if resumed else 0
+            if is_main() and tracking:  # before the lines are removed
+                written = _last_step(self._lines.path)
+            start = Start(first_step, written)
         self._lines.begin()
         if is_main() and tracking is not None:
-            self._trackers = open_trackers(
-                tracking, Start(resumed[1] if resumed else None, written)
-            )
+            self._trackers = open_trackers(tracking, start)
 
     def saved_offset(self) -> int:
         """Length of `metrics.jsonl` in bytes, after syncing it to disk; 0 on ranks other than 0."""
         return self._lines.saved_offset()
 
-    def write(self, step: int, metrics: dict[str, float], answers: Sequence[Answer] = ()) -> None:
-        """Write the metrics of one step; NaN and infinity become null in the file. `answers` go to
-        trackers only."""
+    def write(
+        self, step: int, metrics: dict[str, float], responses: Sequence[SampledResponse] = ()
+    ) -> None:
+        """Write the metrics of one step; NaN and infinity become null in the file. `responses` go
+        to trackers only."""
         self._lines.append([{"step": step, "time": round(time.time(), 3), **metrics}])
-        self._with_trackers(lambda tracker: tracker.write(step, metrics, answers))
+        self._with_trackers(lambda tracker: tracker.write(step, metrics, responses))
 
     def _with_trackers(self, act: Callable[[Tracker], None]) -> None:
         """Let each tracker act. One that cannot write is removed, and the run continues: training
@@ -157,9 +159,8 @@ class MetricsWriter:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._with_trackers(
-            lambda tracker: tracker.close(kind is None or issubclass(kind, StopRequested))
-        )
+        succeeded = kind is None or issubclass(kind, StopRequested)
+        self._with_trackers(lambda tracker: tracker.close(succeeded))
 
 
 def _last_step(metrics: Path) -> int:
@@ -185,10 +186,9 @@ def write_result(folder: Path, result: Mapping[str, Any], name: str = RESULT) ->
     infinity become null. Collective: a `StorageError` is raised on every rank."""
 
     def write() -> None:
+        content = json.dumps(finite_or_null(result), indent=2) + "\n"
         with storage_errors(folder / name):
-            write_file(
-                folder / name, (json.dumps(finite_or_null(result), indent=2) + "\n").encode()
-            )
+            write_file(folder / name, content.encode())
 
     on_main(write)
 

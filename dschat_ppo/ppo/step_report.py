@@ -11,7 +11,7 @@ from dschat_ppo.common.progress import Progress
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.rollout_metrics import drift_metrics, kl_metrics, phase_metrics
 from dschat_ppo.monitor.step_line import PPO_COLUMNS, show_step
-from dschat_ppo.monitor.trackers import Answer
+from dschat_ppo.monitor.trackers import SampledResponse
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.components import PPOComponents
 from dschat_ppo.ppo.evaluation import Evaluation, shown_metrics
@@ -59,15 +59,17 @@ class PPOReport:
         ppo = self.ppo
         state = ppo.state
         metrics = state.metrics | state.sums.reduce()
-        answers = list[Answer]()
+        responses = list[SampledResponse]()
         if state.experience is not None:
             metrics |= update_metrics(ppo, metrics)
             if state.actor_updates:
                 ppo.entropy_coef.update(metrics["policy/entropy"], 1)
             if self.samples is not None and self.samples.is_due(step):
                 for line in self.samples.write(step, state.experience):
-                    answers.append(
-                        Answer(line["prompt"], line["answer"], line["score"], line["length"])
+                    responses.append(
+                        SampledResponse(
+                            line["prompt"], line["answer"], line["score"], line["length"]
+                        )
                     )
         metrics |= ppo.nonfinite.metrics(*ppo.engines.trained)
         metrics |= self._evaluate(step)
@@ -75,7 +77,7 @@ class PPOReport:
             with ppo.clock.phase("save"):
                 self.kept_models.save_step(step)
         metrics |= phase_metrics(ppo.clock, ppo.device)
-        self.writer.write(step, metrics, answers)
+        self.writer.write(step, metrics, responses)
         self.bar.advance()
         show_step(PPO_COLUMNS, metrics, self.bar, ppo.config.console)
         self.health.check(step, metrics)

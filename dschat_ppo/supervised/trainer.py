@@ -52,7 +52,7 @@ from dschat_ppo.models.saving import (
 from dschat_ppo.models.wrapped_models import WrappedModel
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.monitor.step_line import Column, show_step
+from dschat_ppo.monitor.step_line import show_step, supervised_columns
 from dschat_ppo.monitor.step_trace import NO_TRACE, StepTrace
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.nonfinite import NonFinitePolicy
@@ -63,25 +63,6 @@ from dschat_ppo.supervised.best_evaluation import BestEvaluation
 from dschat_ppo.supervised.objective import Batch, Objective, UsedRows, collated
 from dschat_ppo.supervised.passes import filled_up, passes_for
 from dschat_ppo.types import Engine
-
-COLUMNS = {
-    "divergence": Column("divergence", "divergence", "7.4f"),
-    "loss": Column("loss", "loss", "7.4f"),
-    "accuracy": Column("accuracy", "accuracy", "5.3f"),
-    "margin": Column("margin", "margin", "7.3f"),
-    "kl": Column("KL", "kl", "7.4f"),
-}
-OF_EACH_STEP = (
-    Column("lr", "lr", "8.2e"),
-    Column("LoRA lr", "lora_lr", "8.2e"),
-    Column("Muon lr", "muon_lr", "8.2e"),
-    Column("grad norm", "grad_norm", "6.3g"),
-)
-
-
-def supervised_columns(headline: Iterable[str]) -> list[Column]:
-    """The columns of the step line; `headline` names the objective's metrics."""
-    return [*(COLUMNS.get(name, Column(name, name, "7.4g")) for name in headline), *OF_EACH_STEP]
 
 
 @dataclass(frozen=True)

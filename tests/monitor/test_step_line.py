@@ -4,8 +4,7 @@ import pytest
 
 from dschat_ppo.common.progress import Progress
 from dschat_ppo.config.run_flags import ConsoleFlags
-from dschat_ppo.monitor.step_line import PPO_COLUMNS, show_step, step_line
-from dschat_ppo.supervised.trainer import supervised_columns
+from dschat_ppo.monitor.step_line import PPO_COLUMNS, show_step, step_line, supervised_columns
 
 METRICS = {
     "reward/score_mean": 0.41239,

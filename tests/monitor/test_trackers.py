@@ -18,7 +18,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.monitor import trackers
 from dschat_ppo.monitor.trackers import (
     RUN_IDS,
-    Answer,
+    SampledResponse,
     Start,
     TensorBoardTracker,
     Tracking,
@@ -27,7 +27,7 @@ from dschat_ppo.monitor.trackers import (
     check_wandb,
 )
 
-ANSWERS = [Answer("1 + 1 =", "2", 0.25, 3)]
+ANSWERS = [SampledResponse("1 + 1 =", "2", 0.25, 3)]
 
 
 def tracking_in(folder: Path, library: str, **changes) -> Tracking:
@@ -107,7 +107,7 @@ def read(tracking) -> EventAccumulator:
 def test_scalars_texts_and_flags_are_read_back(tmp_path):
     tracking = tracking_in(tmp_path, "tensorboard")
     tracker = TensorBoardTracker(tracking, Start())
-    answers = [Answer("1 + 1\n= |?", "*2*\n", 0.25, 3)]
+    answers = [SampledResponse("1 + 1\n= |?", "*2*\n", 0.25, 3)]
     tracker.write(7, {"reward/score_mean": 1.5, "kl/ref_k1": -0.25}, answers)
     tracker.close(succeeded=True)
     board = read(tracking)

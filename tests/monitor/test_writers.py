@@ -17,7 +17,7 @@ from dschat_ppo.common.atomic_files import storage_errors
 from dschat_ppo.common.paths import STARTS
 from dschat_ppo.errors import StopRequested, StorageError
 from dschat_ppo.monitor import writers
-from dschat_ppo.monitor.trackers import Answer, Start, Tracking
+from dschat_ppo.monitor.trackers import SampledResponse, Start, Tracking
 from dschat_ppo.monitor.writers import JsonLines, MetricsWriter, record_start, write_result
 
 
@@ -60,7 +60,7 @@ def opened(monkeypatch):
 
 
 def test_every_tracker_receives_each_step(tmp_path, opened):
-    answers = [Answer("p", "a", 1.0, 1)]
+    answers = [SampledResponse("p", "a", 1.0, 1)]
     with MetricsWriter(tmp_path, TRACKING) as writer:
         writer.write(4, {"loss": 1.0, "eval_loss": math.nan})
         writer.write(5, {"reward/score_mean": 2.0}, answers)
