@@ -1,5 +1,5 @@
 """Batch plan of step 3: global batch sizes and numbers of steps, from the flags and the number of
-ranks. (That of steps 1 and 2 is in `supervised/trainer.py`.)"""
+ranks. (That of steps 1 and 2 is in `supervised/training_plan.py`.)"""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ one step ahead."""
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -25,7 +25,7 @@ Batch = TypeVar("Batch")
 
 @dataclass(frozen=True)
 class UsedRows:
-    """The numbers of the rows that a run uses, in the order in which it does; None: all rows."""
+    """The indices of the rows that a run uses, in the order in which it does; None: all rows."""
 
     train: Sequence[int] | None = None
     eval: Sequence[int] | None = None
@@ -42,7 +42,7 @@ class Objective(Generic[Batch]):
     # optimizer step; adds the batch's metrics to `sums`
     loss: Callable[[Model, Batch, Tensor, MetricSums], Tensor]
     headline: tuple[str, ...]  # names of the metrics in the log line of each step
-    answers: int = 1  # rows of a batch for each sample
+    rows_per_sample: int = 1  # rows of a batch for each sample
     # adds derived numbers to the reduced metrics
     summary: Callable[[dict[str, float]], dict[str, float]] = dict
     # (model, rows, those that the run uses) -> rows with columns computed by the untrained model
@@ -58,18 +58,20 @@ class Objective(Generic[Batch]):
     def real_rows(self, batch: Any) -> Tensor:
         """(rows,) bool, False on the rows that only fill a batch."""
         units = self.units(batch)
-        return (units if units.dim() == 1 else units.any(dim=1)).repeat(self.answers)
+        if units.dim() > 1:
+            units = units.any(dim=1)
+        return units.repeat(self.rows_per_sample)
 
     def counts(self, batch: Any) -> Tensor:
         """(3,) int64: units of a batch, samples, and their tokens (prompt and answers), without
         padding."""
         real = self.real_rows(batch)
-        return torch.stack(
-            [self.units(batch).sum(), real.sum() // self.answers, batch.lengths[real].sum()]
-        )
+        units = self.units(batch).sum()
+        samples = real.sum() // self.rows_per_sample
+        return torch.stack([units, samples, batch.lengths[real].sum()])
 
 
-def on_device(
+def collator_on_device(
     collate: Callable[..., Batch], device: torch.device, *settings: object
 ) -> Callable[[Dataset, Sequence[int]], Batch]:
     """`collate`, `(rows, indices, *settings)` -> a batch, for batches on the device."""
@@ -85,21 +87,21 @@ def score_rows(
     title: str,
     order: Sequence[int] | None = None,
 ) -> Tensor:
-    """Apply `score`, `(rows, indices)` -> (len(indices), k), to the rows with the numbers `order`,
+    """Apply `score`, `(rows, indices)` -> (len(indices), k), to the rows with the indices `order`,
     at least one, or to every row, without dropout; the ranks divide the rows, and each gets
     (len(order), k) on the CPU, in this order. Collective."""
     if order is None:
         order = range(len(rows))
     model.eval()
     batches = list(optimizer_steps(order, batch_size, 1, dist.data_ranks(), dist.data_rank()))
-    parts = []
+    scores = []
     with Progress(title, len(batches), unit="batch") as progress:
         for [indices] in batches:
-            parts.append(dist.gather_data_cat(score(rows, indices)).cpu())
+            scores.append(dist.gather_data_cat(score(rows, indices)).cpu())
             heartbeat()
             progress.advance()
     model.train()
-    return torch.cat(parts)[: len(order)]  # filler rows are at the end
+    return torch.cat(scores)[: len(order)]  # filler rows are at the end
 
 
 MicroBatches = list[list[int]]  # row numbers
@@ -119,16 +121,18 @@ def collated(
     def make(micro_batches: MicroBatches) -> list[Batch]:
         return [collate(rows, indices) for indices in micro_batches]
 
-    select: Any = (torch.cuda.set_device, (device,)) if device.type == "cuda" else ()
-    waiting: tuple[MicroBatches, Future[list[Batch]]] | None = None
-    thread = ThreadPoolExecutor(1, "collate", *select)
+    if device.type == "cuda":
+        thread = ThreadPoolExecutor(1, "collate", torch.cuda.set_device, (device,))
+    else:
+        thread = ThreadPoolExecutor(1, "collate")
+    previous: tuple[MicroBatches, Callable[[], list[Batch]]] | None = None
     try:
         for micro_batches in steps:
-            submitted = thread.submit(make, micro_batches)
-            if waiting is not None:
-                yield waiting[0], waiting[1].result
-            waiting = micro_batches, submitted
-        if waiting is not None:
-            yield waiting[0], waiting[1].result
+            batches = thread.submit(make, micro_batches)
+            if previous is not None:
+                yield previous
+            previous = (micro_batches, batches.result)
+        if previous is not None:
+            yield previous
     finally:  # a stream may still wait for the rows of a step that will not run
         thread.shutdown(wait=isinstance(rows, Dataset), cancel_futures=True)

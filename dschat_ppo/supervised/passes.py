@@ -39,8 +39,8 @@ class Passes:
             if int(lengths.sum()) <= self.budget:
                 passes.append(indices)
                 continue
-            for part in split_by_tokens(lengths, self.budget):
-                passes.append([indices[number] for number in part.tolist()])
+            for positions in split_by_tokens(lengths, self.budget):
+                passes.append([indices[position] for position in positions.tolist()])
         return passes
 
 
@@ -64,4 +64,4 @@ def filled_up(
     if missing == 0:
         return passes, batches
     filler = [PADDING_ROW]
-    return [*passes, *missing * [filler]], [*batches, *missing * [collate(filler)]]
+    return passes + missing * [filler], batches + missing * [collate(filler)]

@@ -53,7 +53,7 @@ from dschat_ppo.data.supervised_batches import (
     collate_pairs,
 )
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.supervised.objective import Objective, UsedRows, on_device, score_rows
+from dschat_ppo.supervised.objective import Objective, UsedRows, collator_on_device, score_rows
 from dschat_ppo.types import Model
 
 
@@ -91,9 +91,8 @@ def dpo_loss(
     with torch.no_grad():  # by data set
         losses = PAIR_LOSSES[flags.objective](lead, flags.strength, flags.label_smoothing)  # (B,)
         if flags.objective == "dpo_nll":
-            losses = losses - flags.nll_weight * chosen_logprobs / num_tokens.chunk(2)[0].clamp_min(
-                1
-            )
+            chosen_tokens = num_tokens.chunk(2)[0].clamp_min(1)
+            losses = losses - flags.nll_weight * chosen_logprobs / chosen_tokens
         sums.add_by_source("loss", losses, batch.data_sources, real)
         sums.add_by_source("accuracy", (lead > 0).float(), batch.data_sources, real)
     sums.add_sum("loss", loss * num_pairs, real.sum())
@@ -116,25 +115,29 @@ def with_references(
     """Add the column of the two log-probs of each row under the current model, without dropout:
     what `score` computes, (B, 2). Rows that are not used have NaN. Collective."""
 
-    def added(part: Any, order: Sequence[int] | None) -> Dataset:
-        order = range(len(part)) if order is None else order
-        logprobs = np.full((len(part), 2), np.nan)
+    def with_logprobs(split: Any, order: Sequence[int] | None) -> Dataset:
+        if order is None:
+            order = range(len(split))
+        logprobs = np.full((len(split), 2), np.nan)
         if len(order):
-            of_model = partial(score, model)
-            found = score_rows(model, part, of_model, batch_size, "reference log-probs", order)
-            logprobs[np.asarray(order)] = found.double().cpu().numpy()
+            scores = score_rows(
+                model, split, partial(score, model), batch_size, "reference log-probs", order
+            )
+            logprobs[np.asarray(order)] = scores.double().cpu().numpy()
         with main_rank_of_node_first():
-            return part.add_column(REF_LOGPROBS, list(logprobs))
+            return split.add_column(REF_LOGPROBS, list(logprobs))
 
-    evaluation = None if rows.eval is None else added(rows.eval, used.eval)
-    return replace(rows, train=added(rows.train, used.train), eval=evaluation)
+    evaluation = None
+    if rows.eval is not None:
+        evaluation = with_logprobs(rows.eval, used.eval)
+    return replace(rows, train=with_logprobs(rows.train, used.train), eval=evaluation)
 
 
 def dpo_objective(
     pad_id: int, device: torch.device, config: PreferenceConfig
 ) -> Objective[PairBatch]:
     """Mean loss over pairs; `prepare` adds the log-probs of the reference to the rows."""
-    collate = on_device(collate_pairs, device, pad_id)
+    collate = collator_on_device(collate_pairs, device, pad_id)
 
     def score(model: Model, rows: Dataset, indices: Sequence[int]) -> Tensor:
         batch = collate(rows, indices)
@@ -148,7 +151,7 @@ def dpo_objective(
         lambda batch: batch.pair_mask,
         partial(dpo_loss, flags=config.reward),
         ("loss", "accuracy", "margin"),
-        answers=2,
+        rows_per_sample=2,
         prepare=prepare,
     )
 
@@ -172,9 +175,9 @@ def kto_loss(
     sums.add_mean("loss", losses.detach(), real)
     sums.add_mean("kl", batch.baseline, real)
     sums.add_mean("accuracy", right, real)
-    for name, kept in (("chosen", real & desirable), ("rejected", real & ~desirable)):
-        sums.add_mean_if_any(f"{name}_reward", rewards, kept)
-        sums.add_mean_if_any(f"{name}_logprob", logprobs, kept)
+    for name, mask in (("chosen", real & desirable), ("rejected", real & ~desirable)):
+        sums.add_mean_if_any(f"{name}_reward", rewards, mask)
+        sums.add_mean_if_any(f"{name}_logprob", logprobs, mask)
     sums.add_by_source("loss", losses, batch.data_sources, real)
     sums.add_by_source("accuracy", right, batch.data_sources, real)
     return (masked_sum(losses, real) / num_rows).float()
@@ -190,9 +193,8 @@ def with_baseline(model: Model, batches: list[LabelledBatch]) -> list[LabelledBa
     total = torch.zeros(2, dtype=torch.float64, device=batches[0].input_ids.device)
     for batch in batches:
         assert batch.ref_logprobs is not None
-        ratios = (
-            answer_logprobs(model, batch.other_ids, batch.other_mask) - batch.ref_logprobs[:, 1]
-        )
+        logprobs = answer_logprobs(model, batch.other_ids, batch.other_mask)
+        ratios = logprobs - batch.ref_logprobs[:, 1]
         total += torch.stack([masked_sum(ratios, batch.row_mask), batch.row_mask.sum().double()])
         heartbeat()
     model.train(was_training)
@@ -206,26 +208,29 @@ def with_baseline(model: Model, batches: list[LabelledBatch]) -> list[LabelledBa
 def mismatched_rows(rows: Dataset) -> np.ndarray:
     """For each row the row whose answer it borrows: one with another prompt, (n,) int64. In the
     order of prompts (rows of a prompt together, prompts as they come first) each row borrows from
-    the one so many places before it as the most frequent prompt has rows: every answer is borrowed
-    once. If all rows have one prompt, each borrows from the row before; if more than half have it,
-    some of these borrow from each other."""
-    numbers, prompts = dict[int, int](), list[int]()  # hash of a prompt -> its number
-    for part in rows.select_columns(["prompt_ids"]).with_format("numpy").iter(1000):
-        keys = [hash(np.asarray(ids, dtype=np.int64).tobytes()) for ids in part["prompt_ids"]]
-        prompts += [numbers.setdefault(key, len(numbers)) for key in keys]
+    the one so many rows before it as the most frequent prompt has: every answer is borrowed once.
+    If all rows have one prompt, each borrows from the row before; if more than half have it, some
+    of these borrow from each other."""
+    prompt_indices: dict[int, int] = {}  # hash of a prompt -> its index, as prompts come first
+    prompts: list[int] = []  # of each row
+    for chunk in rows.select_columns(["prompt_ids"]).with_format("numpy").iter(1000):
+        for ids in chunk["prompt_ids"]:
+            key = hash(np.asarray(ids, dtype=np.int64).tobytes())
+            prompts.append(prompt_indices.setdefault(key, len(prompt_indices)))
     order = np.argsort(prompts, kind="stable")
-    most = max(Counter(prompts).values(), default=0)
-    other = np.empty(len(order), dtype=np.int64)
-    other[order] = np.roll(order, 1 if most == len(order) else most)
-    return other
+    distance = max(Counter(prompts).values(), default=0)
+    if distance == len(order):
+        distance = 1
+    lenders = np.empty(len(order), dtype=np.int64)
+    lenders[order] = np.roll(order, distance)
+    return lenders
 
 
 def log_balance(rows: Dataset, flags: PreferenceFlags) -> None:
-    """Log the numbers of desirable and undesirable answers; warn if the weights do not balance
+    """Log how many answers are desirable and undesirable; warn if the weights do not balance
     them."""
-    labels = np.concatenate(
-        [part["label"] for part in rows.select_columns(["label"]).with_format("numpy").iter(10**6)]
-    )
+    chunks = rows.select_columns(["label"]).with_format("numpy").iter(10**6)
+    labels = np.concatenate([chunk["label"] for chunk in chunks])
     desirable = int((labels > 0.5).sum())
     undesirable = len(labels) - desirable
     counts = f"kto: {desirable} desirable and {undesirable} undesirable answers"
@@ -248,23 +253,23 @@ def kto_objective(
     pad_id: int, device: torch.device, config: PreferenceConfig
 ) -> Objective[LabelledBatch]:
     """Mean loss over answers; `prepare` adds the log-probs of the reference to the rows."""
-    collate = on_device(collate_labelled, device, pad_id, config.fit.max_seq_len)
+    collate = collator_on_device(collate_labelled, device, pad_id, config.fit.max_seq_len)
 
     def score(model: Model, rows: Dataset, indices: Sequence[int]) -> Tensor:
         batch = collate(rows, indices)
-        own = answer_logprobs(model, batch.input_ids, batch.answer_mask)
-        # (B, 2)
-        return torch.stack([own, answer_logprobs(model, batch.other_ids, batch.other_mask)], dim=1)
+        logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask)
+        mismatched = answer_logprobs(model, batch.other_ids, batch.other_mask)
+        return torch.stack([logprobs, mismatched], dim=1)  # (B, 2)
 
     def prepare(model: Model, rows: TokenRows, used: UsedRows) -> TokenRows:
         assert isinstance(rows.train, Dataset)
         log_balance(rows.train, config.reward)
+        evaluation = rows.eval
         with main_rank_of_node_first():
-            parts = [
-                None if part is None else part.add_column(OTHER_ROW, mismatched_rows(part))
-                for part in (rows.train, rows.eval)
-            ]
-        rows = replace(rows, train=parts[0], eval=parts[1])
+            train = rows.train.add_column(OTHER_ROW, mismatched_rows(rows.train))
+            if evaluation is not None:
+                evaluation = evaluation.add_column(OTHER_ROW, mismatched_rows(evaluation))
+        rows = replace(rows, train=train, eval=evaluation)
         return with_references(model, rows, used, score, config.fit.per_device_eval_batch_size)
 
     def with_margin(metrics: dict[str, float]) -> dict[str, float]:
@@ -293,20 +298,22 @@ def reference_free_loss(
     # (2 B,): chosen, then rejected
     logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask)
     means = logprobs / batch.answer_mask.sum(dim=1).clamp_min(1)
-    # the others divide by the length of an answer
-    used = logprobs if flags.objective == "cpo" else means
-    chosen, rejected = used.chunk(2)  # (B,) each
+    log_likelihoods = means
+    if flags.objective == "cpo":  # the others divide by the length of an answer
+        log_likelihoods = logprobs
+    chosen, rejected = log_likelihoods.chunk(2)  # (B,) each
     nll = -means.chunk(2)[0]  # (B,)
+    nll_weight = flags.nll_weight
     if flags.objective == "orpo":
-        contrast = orpo_pair_loss(chosen, rejected, flags.strength)
+        contrast = orpo_pair_loss(chosen, rejected, flags.strength)  # (B,)
         nll_weight = 1.0
     elif flags.objective == "simpo":
         contrast = simpo_pair_loss(chosen, rejected, flags.strength, flags.simpo_gamma)
-        nll_weight = flags.nll_weight
     else:
         contrast = cpo_pair_loss(chosen, rejected, flags.strength)
-        nll_weight = flags.nll_weight
-    losses = contrast + nll_weight * nll if nll_weight else contrast  # (B,)
+    losses = contrast
+    if nll_weight:
+        losses = contrast + nll_weight * nll
     lead = chosen - rejected
     for name, values in (
         ("loss", losses),
@@ -330,9 +337,9 @@ def reference_free_objective(
 ) -> Objective[PairBatch]:
     """Mean loss over pairs; nothing is computed before training."""
     return Objective(
-        on_device(collate_pairs, device, pad_id),
+        collator_on_device(collate_pairs, device, pad_id),
         lambda batch: batch.pair_mask,
         partial(reference_free_loss, flags=config.reward),
         ("loss", "accuracy", "margin"),
-        answers=2,
+        rows_per_sample=2,
     )

@@ -22,7 +22,7 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.supervised_batches import PairBatch, StepBatch, collate_pairs, collate_steps
 from dschat_ppo.monitor.metric_sums import MetricSums, moments
 from dschat_ppo.rewards.learned_reward import SEPARATOR
-from dschat_ppo.supervised.objective import Objective, on_device, score_rows
+from dschat_ppo.supervised.objective import Objective, collator_on_device, score_rows
 from dschat_ppo.types import Model
 
 
@@ -33,7 +33,9 @@ def reward_loss(
     `num_pairs` of the whole optimizer step."""
     chosen, rejected = model(batch.input_ids, batch.lengths, last_only=True).chunk(2)
     real = batch.pair_mask
-    margin = batch.margin if flags.use_margin else None
+    margin = None
+    if flags.use_margin:
+        margin = batch.margin
     loss = bradley_terry_loss(chosen, rejected, real, num_pairs, margin)
     if flags.center_rewards_coef:
         centering = reward_centering_loss(chosen, rejected, real, num_pairs)
@@ -60,8 +62,10 @@ def score_statistics(
 ) -> dict[str, float | str]:
     """Mean and spread of the scores of the rows for evaluation, or if there are none of those for
     training."""
-    measured = rows.at_hand if rows.eval is None else rows.eval
-    mean, std = moments(score_rows(model, measured, score, batch_size, "score statistics"))
+    measured_rows = rows.eval
+    if measured_rows is None:
+        measured_rows = rows.at_hand
+    mean, std = moments(score_rows(model, measured_rows, score, batch_size, "score statistics"))
     return {"reward_mean": mean, "reward_std": std}
 
 
@@ -70,7 +74,7 @@ def reward_objective(
 ) -> Objective[PairBatch]:
     """Mean Bradley-Terry loss over pairs; `describe` measures mean and spread of the trained
     model's scores."""
-    collate = on_device(collate_pairs, device, pad_id)
+    collate = collator_on_device(collate_pairs, device, pad_id)
 
     def score(model: Model, rows: Dataset, indices: Sequence[int]) -> Tensor:
         batch = collate(rows, indices)
@@ -86,7 +90,7 @@ def reward_objective(
         lambda batch: batch.pair_mask,
         partial(reward_loss, flags=config.reward),
         ("loss", "accuracy", "margin"),
-        answers=2,
+        rows_per_sample=2,
         describe=describe,
         score=score,
     )
@@ -117,15 +121,15 @@ def process_objective(
 ) -> Objective[StepBatch]:
     """Mean loss over labelled steps; `describe` measures mean and spread of the scores at the last
     tokens, which score an answer unless step 3 aggregates the scores of its steps."""
-    collate = on_device(collate_steps, device, pad_id)
+    collate = collator_on_device(collate_steps, device, pad_id)
 
     def describe(model: Model, rows: TokenRows) -> dict[str, float | str]:
         def score(rows: Dataset, indices: Sequence[int]) -> Tensor:
             batch = collate(rows, indices)
             return model(batch.input_ids, batch.lengths, last_only=True).unsqueeze(1)  # (B, 1)
 
-        found = score_statistics(model, rows, score, config.fit.per_device_eval_batch_size)
-        return found | {SEPARATOR: config.reward.separator}
+        statistics = score_statistics(model, rows, score, config.fit.per_device_eval_batch_size)
+        return statistics | {SEPARATOR: config.reward.separator}
 
     return Objective(
         collate,

@@ -23,7 +23,7 @@ from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.models.wrapped_models import PolicyModel, Teaching
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.run.start_and_end import tool_command
-from dschat_ppo.supervised.objective import Objective, on_device
+from dschat_ppo.supervised.objective import Objective, collator_on_device
 from dschat_ppo.supervised.supervised_run import SupervisedRun, begin_supervised_run, train_and_save
 from dschat_ppo.supervised.trainer import SupervisedTrainer
 from dschat_ppo.types import Engine, Model
@@ -39,7 +39,10 @@ class SFTTeacher:
 
     @classmethod
     def of(cls, engine: Engine, flags: TeacherFlags) -> SFTTeacher:
-        coef = 1.0 if flags.distill_coef is None else flags.distill_coef
+        """By the flags; without `--distill_coef` the loss is the divergence alone."""
+        coef = 1.0
+        if flags.distill_coef is not None:
+            coef = flags.distill_coef
         return cls(engine, Divergence(flags.kind, flags.distill_beta, flags.distill_topk), coef)
 
     @torch.no_grad()
@@ -60,7 +63,9 @@ def sft_loss(
 ) -> Tensor:
     """Sum of `-log p(token)` over the batch's `loss_mask`, divided by `num_tokens` of the whole
     optimizer step. With a `teacher`, the weighted sum of that and of the divergence from it."""
-    teachings = [] if teacher is None else [teacher.teaching(batch)]
+    teachings = []
+    if teacher is not None:
+        teachings.append(teacher.teaching(batch))
     # (N,) tokens of the mask
     logprobs, _, *divergences = model(batch.input_ids, batch.loss_mask, teachings=teachings)
     sums.add_mean("loss", -logprobs.detach())
@@ -83,23 +88,26 @@ def sft_objective(
     pad_id: int, train_on_prompt: bool, device: torch.device, teacher: SFTTeacher | None = None
 ) -> Objective[SFTBatch]:
     """Mean cross entropy over the tokens of the answers, or divergence from a teacher."""
-    loss = sft_loss
-    shown = ("loss",) if teacher is None else ("divergence", "loss")
+    headline: tuple[str, ...] = ("loss",)
     if teacher is not None:
-        loss = partial(sft_loss, teacher=teacher)
-    collate = on_device(collate_sft, device, pad_id, train_on_prompt)
-    return Objective(collate, lambda batch: batch.loss_mask, loss, shown, summary=with_perplexity)
+        headline = ("divergence", "loss")
+    return Objective(
+        collator_on_device(collate_sft, device, pad_id, train_on_prompt),
+        lambda batch: batch.loss_mask,
+        partial(sft_loss, teacher=teacher),
+        headline,
+        summary=with_perplexity,
+    )
 
 
 def sft_teacher(config: SFTConfig, run: SupervisedRun) -> SFTTeacher | None:
     """The teacher of the run, in its engine; None without one."""
     flags = config.teacher
-    dtype = config.run.dtype
     if run.teacher is None:
         return None
     teacher, ds_config = frozen_policy(
         run.teacher,
-        dtype,
+        config.run.dtype,
         config.fit.zero_stage,
         flags.offload_teacher_model,
         config.run.resize_vocabulary,
@@ -115,8 +123,7 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     """Run step 1; returns the contents of `result.json`."""
     fit = config.fit
     flags = config.run
-    title = "step 1: supervised fine-tuning"
-    run = begin_supervised_run(config, "SFT", title)
+    run = begin_supervised_run(config, "SFT", "step 1: supervised fine-tuning")
     resize = flags.resize_vocabulary
     model = PolicyModel(
         load_causal_lm(run.folder, flags.dtype, run.ds_config, fit.dropout, resize, run.adapter)
@@ -127,7 +134,9 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
         filler_id(run.tokenizer), config.sft.train_on_prompt, run.device, teacher
     )
     trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, config, run.nonfinite)
+    teacher_engine = None
     if teacher is not None:
+        teacher_engine = teacher.engine
         require_whole_distributions([trainer.engine])
     chat = tool_command("chat", ["--model", str(run.output)])
-    return train_and_save(trainer, run, chat, None if teacher is None else teacher.engine)
+    return train_and_save(trainer, run, chat, teacher_engine)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.checkpoint.identity import EVAL_ROWS, RunInputs
@@ -49,15 +51,12 @@ from dschat_ppo.run.start_and_end import (
     write_validation,
 )
 from dschat_ppo.supervised.objective import score_rows
-from dschat_ppo.supervised.trainer import (
-    SupervisedTrainer,
-    fit_ds_config,
-    plan_batches,
-    show_supervised_batches,
-)
+from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
+from dschat_ppo.supervised.training_plan import plan_batches, show_supervised_batches
 from dschat_ppo.types import Engine
 
-MODEL, LIMIT = "--model_name_or_path", "--max_seq_len"
+MODEL = "--model_name_or_path"
+LIMIT = "--max_seq_len"
 SHOWN_ROWS = 8  # evaluation rows whose answers are written for the report
 _SMALL_MODEL = 1e8  # parameters; smaller models take higher learning rates
 
@@ -86,12 +85,69 @@ def begin_supervised_run(config: FitConfig, name: str, title: str) -> Supervised
     stop, or is already complete. Collective. `name`: in lines about batches and progress; `title`:
     the first line of the log."""
     fit = config.fit
-    named = config.best.metric_for_best
     device, output = begin_run(config)
     logger().info(title)
     adapter = adapter_settings(config.lora, config.adapters)
     folder = model_folder(fit.model_name_or_path, MODEL)
     tokenizer = with_template_flags(load_tokenizer(folder, MODEL), config.data)
+    _check_model(config, folder, tokenizer, adapter)
+    teacher = None
+    if "teacher" in config.models:
+        teacher = model_folder(*reversed(config.models["teacher"]))
+        check_same_tokens(config, TEACHER, teacher, tokenizer, fit.max_seq_len, LIMIT)
+    require_agreement(config, dist.world_size())
+    ds_config = fit_ds_config(config)
+    announce("prepare data")
+    rows = prepare(config.step_data, tokenizer)
+    _require_evaluation_rows(config, rows)
+    report_learning_rate(fit, adapter, folder)
+    log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)
+    packing = None
+    if fit.packing:
+        packing = plan_packing(rows.train, fit.max_seq_len)
+    plan = plan_batches(
+        fit, rows.train, packing, config.schedule.max_steps, config.memory.sequence_parallel_size
+    )
+    session = None
+    if fit.validate_only:
+        end_dry_run(config.run, config.safety.resume, None)
+    else:
+        if config.run.dry_run:
+            show_supervised_batches(name, plan, config)
+        end_dry_run(config.run, config.safety.resume, plan.total_steps)
+        models = [(MODEL, folder)]
+        if teacher:
+            models.append((TEACHER, teacher))
+        overlay = ("--deepspeed_config", config.run.deepspeed_config)
+        inputs = RunInputs(rows.train, {EVAL_ROWS: rows.eval}, with_bases(models), [overlay])
+        batch_sizes = {"rows_per_update": plan.global_batch}
+        session = open_session(output, config, inputs, batch_sizes, plan.total_steps)
+    announce("load models")
+    return SupervisedRun(
+        name=name,
+        device=device,
+        folder=folder,
+        teacher=teacher,
+        tokenizer=tokenizer,
+        rows=rows,
+        output=output,
+        session=session,
+        ds_config=ds_config,
+        nonfinite=NonFinitePolicy(config.safety, ReproBundles(config, tokenizer)),
+        adapter=adapter,
+        config=config,
+    )
+
+
+def _check_model(
+    config: FitConfig,
+    folder: str,
+    tokenizer: PreTrainedTokenizerBase,
+    adapter: AdapterSettings | None,
+) -> None:
+    """Check that the model in `folder` can be trained by the flags: its kind, vocabulary, longest
+    row and router."""
+    fit = config.fit
     if config.has_head:
         model_config = load_config(folder, MODEL)
         check_vocabulary(
@@ -107,64 +163,22 @@ def begin_supervised_run(config: FitConfig, name: str, title: str) -> Supervised
         )
     if fit.router_loss_coef > 0:
         router_top_k(model_config, f"{MODEL} {folder}")
-    teacher = None
-    if "teacher" in config.models:
-        teacher = model_folder(*reversed(config.models["teacher"]))
-        check_same_tokens(config, TEACHER, teacher, tokenizer, fit.max_seq_len, LIMIT)
-    require_agreement(config, dist.world_size())
-    ds_config = fit_ds_config(config)
-    announce("prepare data")
-    rows = prepare(config.step_data, tokenizer)
-    if rows.eval is None and (fit.validate_only or named is not None):
-        if fit.validate_only:
-            flag = "--validate_only"
-        else:
-            flag = f"--metric_for_best {named}"
+
+
+def _require_evaluation_rows(config: FitConfig, rows: TokenRows) -> None:
+    """Refuse flags that need evaluation rows where there are none."""
+    metric = config.best.metric_for_best
+    if config.fit.validate_only:
+        flag = "--validate_only"
+    elif metric is not None:
+        flag = f"--metric_for_best {metric}"
+    else:
+        return
+    if rows.eval is None:
         raise UserError(
             f"{flag}: there are no evaluation rows; give --eval_data_path, or an --eval_fraction"
             " above 0"
         )
-    report_learning_rate(fit, adapter, folder)
-    log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)
-    if fit.packing:
-        packing = plan_packing(rows.train, fit.max_seq_len)
-    else:
-        packing = None
-    plan = plan_batches(
-        fit, rows.train, packing, config.schedule.max_steps, config.memory.sequence_parallel_size
-    )
-    if config.run.dry_run and not fit.validate_only:
-        show_supervised_batches(name, plan, config)
-    end_dry_run(config.run, config.safety.resume, None if fit.validate_only else plan.total_steps)
-    overlay = ("--deepspeed_config", config.run.deepspeed_config)
-    bases = with_bases([(MODEL, folder), *([(TEACHER, teacher)] if teacher else [])])
-    session = (
-        None
-        if fit.validate_only
-        else open_session(
-            output,
-            config,
-            RunInputs(rows.train, {EVAL_ROWS: rows.eval}, bases, [overlay]),
-            {"rows_per_update": plan.global_batch},
-            plan.total_steps,
-        )
-    )
-    announce("load models")
-    nonfinite = NonFinitePolicy(config.safety, ReproBundles(config, tokenizer))
-    return SupervisedRun(
-        name,
-        device,
-        folder,
-        teacher,
-        tokenizer,
-        rows,
-        output,
-        session,
-        ds_config,
-        nonfinite,
-        adapter,
-        config,
-    )
 
 
 def report_learning_rate(
@@ -197,8 +211,9 @@ def train_and_save(
     the model."""
     output = run.output
     config = run.config
+    session = run.session
     started = time.perf_counter()
-    if (session := run.session) is None:
+    if session is None:
         announce("evaluate")
         return write_validation(output, trainer.evaluate(), time.perf_counter() - started)
     roles = {"model": (trainer.engine, run.folder), "teacher": (teacher, run.teacher)}
@@ -206,14 +221,17 @@ def train_and_save(
     show_supervised_batches(run.name, trainer.plan, config)
     announce("train")
 
-    keeps_best = config.best.metric_for_best is not None
-    every = config.safety.save_hf_steps
-    kept = KeptModels(output, every, keeps_best, lambda folder: trainer.save(folder, run.tokenizer))
+    kept_models = KeptModels(
+        output,
+        config.safety.save_hf_steps,
+        keeps_best=config.best.metric_for_best is not None,
+        save=lambda folder: trainer.save(folder, run.tokenizer),
+    )
     with session.training(trainer) as (writer, checkpointer):
         trainer.health.begin(output)
         if trainer.steps == 0 and trainer.objective.score is not None:
             write_answers(trainer, run.tokenizer, output)
-        trainer.run(writer, checkpointer, run.name, kept, session.trace)
+        trainer.run(writer, checkpointer, run.name, kept_models, session.trace)
         write_answers(trainer, run.tokenizer, output)
     announce("save models")
     result = trainer.save(output, run.tokenizer)
@@ -243,27 +261,15 @@ def write_answers(
     if trainer.rows.eval is None:
         return
     rows = trainer.rows.eval.select(range(min(SHOWN_ROWS, len(trainer.rows.eval))))
-    score = None
+    scores = None
+    if trainer.objective.score is not None:
+        score = partial(trainer.objective.score, trainer.engine)
+        # (rows, answers)
+        scores = score_rows(trainer.engine, rows, score, SHOWN_ROWS, "samples").tolist()
     problem = None
-    if trainer.objective.score is not None:  # (rows, answers)
-        of_rows = partial(trainer.objective.score, trainer.engine)
-        score = score_rows(trainer.engine, rows, of_rows, SHOWN_ROWS, "samples").tolist()
     if dist.is_main():
         path = output / "eval" / f"step_{trainer.steps:06d}.jsonl"
-        lines = []
-        for number, row in enumerate(rows):
-            ids = row["prompt_ids"]
-            answers = row["answers"]
-            prompt = tokenizer.decode(ids, skip_special_tokens=True)
-            whole = [text_between(tokenizer, [*ids, *own], len(ids)) for own in answers]
-            line = {"prompt": prompt, "answers": whole, "lengths": list(map(len, answers))}
-            if len(answers) == 2:
-                line["ended"] = ["chosen", "rejected"]
-            else:
-                line["ended"] = ["data"] * len(answers)
-            lines.append(
-                json.dumps(line if score is None else line | {"scores": score[number]}) + "\n"
-            )
+        lines = [json.dumps(line) + "\n" for line in _lines_of_evaluation(rows, scores, tokenizer)]
         try:
             make_folder(path.parent)
             write_file(path, "".join(lines).encode())
@@ -271,5 +277,29 @@ def write_answers(
             problem = (
                 f"{path}: the answers of the evaluation rows cannot be written ({raised.strerror})"
             )
-    if (problem := dist.broadcast_object(problem)) is not None:
+    problem = dist.broadcast_object(problem)
+    if problem is not None:
         raise StorageError(problem)
+
+
+def _lines_of_evaluation(
+    rows: Dataset, scores: list[list[float]] | None, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[dict[str, Any]]:
+    """The prompt and the answers of each row as text, as step 3 writes those of samples."""
+    for index, row in enumerate(rows):
+        prompt_ids = row["prompt_ids"]
+        texts = []
+        for answer_ids in row["answers"]:
+            texts.append(text_between(tokenizer, [*prompt_ids, *answer_ids], len(prompt_ids)))
+        ended = ["data"] * len(texts)
+        if len(texts) == 2:
+            ended = ["chosen", "rejected"]
+        line: dict[str, Any] = {
+            "prompt": tokenizer.decode(prompt_ids, skip_special_tokens=True),
+            "answers": texts,
+            "lengths": list(map(len, row["answers"])),
+            "ended": ended,
+        }
+        if scores is not None:
+            line["scores"] = scores[index]
+        yield line

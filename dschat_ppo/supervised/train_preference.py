@@ -115,10 +115,8 @@ def step_command(step: str, words: Sequence[str]) -> str:
     shell."""
     ranks = dist.local_world_size()
     if ranks > 1 or dist.on_gpu():
-        count = ["--num_accelerators", str(ranks)]
-    else:
-        count = []
-    return tool_command("", [step, *count, *words])
+        words = ["--num_accelerators", str(ranks), *words]
+    return tool_command("", [step, *words])
 
 
 def ppo_words(config: PreferenceConfig, model: str, reward: str) -> list[str]:
@@ -137,7 +135,7 @@ def ppo_words(config: PreferenceConfig, model: str, reward: str) -> list[str]:
     ]
     words += ["--output_dir", str(Path(reward).resolve().parent / "ppo")]
     half = fit.max_seq_len // 2
-    own = PPOFlags("")
+    defaults = vars(PPOFlags(""))
     values = {
         "max_prompt_seq_len": half,
         "max_answer_seq_len": fit.max_seq_len - half,
@@ -149,7 +147,8 @@ def ppo_words(config: PreferenceConfig, model: str, reward: str) -> list[str]:
             f"{role}_gradient_checkpointing": fit.gradient_checkpointing,
         }
     for name, value in values.items():
-        words += [] if value == vars(own)[name] else [f"--{name}", str(value)]
+        if value != defaults[name]:
+            words += [f"--{name}", str(value)]
     return [*words, "--dtype", config.run.dtype]
 
 
@@ -160,7 +159,8 @@ def data_words(flags: DataFlags) -> list[str]:
     for field in fields(flags):
         value = getattr(flags, field.name)
         if isinstance(value, list):
-            words += [f"--{field.name}", *value] if value else []
+            if value:
+                words += [f"--{field.name}", *value]
         elif value != field.default:
             words.append(f"--{field.name}={value}")  # one word: its value may begin with a dash
     return words

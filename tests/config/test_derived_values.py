@@ -26,7 +26,7 @@ from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.run_flags import ConsoleFlags
 from dschat_ppo.config.supervised_flags import BestFlags, BestMetric, SupervisedFlags
 from dschat_ppo.errors import UserError
-from dschat_ppo.supervised.trainer import SupervisedPlan
+from dschat_ppo.supervised.training_plan import SupervisedPlan
 
 
 def test_the_choices_are_the_implemented_estimators_losses_and_kl_forms():

@@ -96,7 +96,7 @@ def test_the_first_of_equal_values_is_the_best_and_nan_never_is():
     best, found = BestEvaluation(ACCURACY), []
     for step, value in enumerate([math.nan, 0.5, 0.25, 0.5, math.inf, 0.75, math.nan], start=1):
         best.consider({"eval_accuracy": value, "eval_loss": 1.0}, step)
-        found.append(best.found)
+        found.append(best.value_and_step)
     assert found == [None, *[(0.5, 2)] * 4, *[(0.75, 6)] * 2]
     assert best.result() == {"best_eval_accuracy": 0.75, "best_step": 6}
     assert BestEvaluation().result() == {}
@@ -112,14 +112,14 @@ def test_a_resumed_run_keeps_the_best_unless_the_metric_changed(said):
         (others[1], None),
     ):
         resumed.load_state_dict(best.state_dict())
-        assert resumed.found == found
+        assert resumed.value_and_step == found
     assert [line.split("best ")[1] for line in said] == [
         "eval_loss from here on",
         "eval_accuracy from here on",
     ]
     old = BestEvaluation()  # a checkpoint of a version without the flag
     old.load_state_dict({"best": [0.25, 2]})
-    assert old.found == (0.25, 2)
+    assert old.value_and_step == (0.25, 2)
 
 
 def test_the_best_is_lost_where_its_models_are_not(said, tmp_path):

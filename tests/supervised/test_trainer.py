@@ -187,7 +187,7 @@ def test_each_epoch_trains_on_each_row_once_and_is_evaluated(tmp_path):
         "some evaluation is not the best: else the test shows nothing"
     )
     assert checkpointer.passed == [(step, 0, step in best) for step in range(1, LAST + 1)]
-    assert trainer.best.found == (lines[best[-1]]["eval_loss"], best[-1])
+    assert trainer.best.value_and_step == (lines[best[-1]]["eval_loss"], best[-1])
     for found, step in ((trainer.before, 0), (trainer.after, LAST)):
         assert found == {name: lines[step][name] for name in ("eval_loss", "eval_perplexity")}
 
@@ -286,11 +286,11 @@ def test_a_resumed_run_makes_the_steps_that_are_left(tmp_path, at, words, fp16):
     )
     torch.set_rng_state(random_state)
     assert after.is_best is before.is_best is (at in best)
-    assert (after.position, after.before, after.after, after.best.found) == (
+    assert (after.position, after.before, after.after, after.best.value_and_step) == (
         (at, 0),
         before.before,
         before.after,
-        before.best.found,
+        before.best.value_and_step,
     )
     length = (tmp_path / "metrics.jsonl").stat().st_size
     checkpointer = CheckpointManager(after)
@@ -394,7 +394,7 @@ def test_the_best_model_by_the_metric_and_those_of_some_steps_are_kept(tmp_path)
         step for _, step in saved
     )
     assert [step for step, _, is_best in checkpointer.passed if is_best] == best
-    assert trainer.best.found == (values[best[-1]], best[-1])
+    assert trainer.best.value_and_step == (values[best[-1]], best[-1])
     assert {path.name for path in (tmp_path / "hf").iterdir()} == {"step_000004", "step_000008"}
 
 
@@ -425,7 +425,7 @@ def test_a_model_is_described_once_a_step_and_saved_with_it_and_nan_weights_are_
     run(trainer, tmp_path)
     # after the last step
     assert len(asked) == 1 and trainer.shared_state()["described"] == {"reward_mean": 1.0}
-    trainer.before, trainer.after, trainer.best.found = {"eval_loss": 2.0}, {}, None
+    trainer.before, trainer.after, trainer.best.value_and_step = {"eval_loss": 2.0}, {}, None
     result = trainer.save(tmp_path / "good", tokenizer)
     assert result == {
         "eval_loss_before": 2.0,

@@ -21,7 +21,7 @@ from dschat_ppo.config.step_config import flatten
 from dschat_ppo.data.templates import render
 from dschat_ppo.episodes.environment_forms import environment_form
 from dschat_ppo.episodes.tool_calls import parse_action
-from dschat_ppo.supervised.trainer import SupervisedPlan
+from dschat_ppo.supervised.training_plan import SupervisedPlan
 from dschat_ppo.tools.evaluate import read_arguments
 
 EXAMPLES = ROOT / "training_scripts/examples"
