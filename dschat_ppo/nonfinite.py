@@ -28,7 +28,7 @@ from dschat_ppo.engine.optimizer_step import Fault, StepResult, loss_scale
 from dschat_ppo.errors import NonFiniteError, StorageError, UserError
 from dschat_ppo.models.backbone import unwrap
 from dschat_ppo.models.saving import save_model
-from dschat_ppo.monitor.metric_sums import read
+from dschat_ppo.monitor.metric_sums import read_scalars
 from dschat_ppo.monitor.writers import write_config
 from dschat_ppo.types import Engine, Experience, tensors_of
 
@@ -154,7 +154,8 @@ def bad_rows(record: Any) -> dict[str, int]:
                 bad[name] = places.flatten(1).any(dim=1).sum()
             else:
                 bad[name] = places.sum()
-    return {name: int(rows) for name, rows in read(bad).items() if rows}  # one read for all fields
+    counts = read_scalars(bad)  # one read for all fields
+    return {name: int(rows) for name, rows in counts.items() if rows}
 
 
 # the content of a bundle, besides its flags

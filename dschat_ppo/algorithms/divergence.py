@@ -126,11 +126,12 @@ class _FusedDivergence(torch.autograd.Function):
             width = min(weight.shape[0], teacher.weight.shape[0])
             blocks = LogitBlocks.of(hidden, width, block_bytes, SHARE_OF_BLOCK)
             comparison = _Comparison(teacher, divergence, temperature, forbidden, blocks)
+            of_piece = _of_all_tokens
             if divergence.top_k:
-                pieces = [_of_top_tokens(comparison, student, piece) for piece in blocks.pieces]
-            else:
-                pieces = [_of_all_tokens(comparison, student, piece) for piece in blocks.pieces]
-        divergences, *for_gradient = [torch.cat(column) for column in zip(*pieces, strict=True)]
+                of_piece = _of_top_tokens
+            results = [of_piece(comparison, student, piece) for piece in blocks.pieces]
+        # of all rows: the divergence, and what the backward pass needs
+        divergences, *for_gradient = [torch.cat(tensors) for tensors in zip(*results, strict=True)]
         ctx.comparison = comparison
         ctx.head = head
         ctx.save_for_backward(hidden, weight, bias, *for_gradient)
@@ -150,7 +151,7 @@ class _FusedDivergence(torch.autograd.Function):
 
         def block_gradient(block: slice, piece: slice) -> Tensor:
             logits, tanh = _finite_logits(comparison, student, block, piece)
-            saved = [column[piece] for column in for_gradient]
+            saved = [tensor[piece] for tensor in for_gradient]
             of_logits = gradient_of_logits(comparison, logits, saved, block, piece)
             of_logits.mul_(grad[piece].unsqueeze(1))
             return of_product_(of_logits, tanh, ctx.head, comparison.temperature)

@@ -217,17 +217,17 @@ def _scores_of_piece(
     dtype = sum_dtype(layer.hidden)
     chosen = torch.zeros(len(tokens), dtype=dtype, device=layer.hidden.device)
     largest = torch.full_like(chosen, torch.finfo(dtype).min / 2)
-    total = chosen.clone()
-    weighted = chosen.clone()
+    total = chosen.clone()  # sum of exp(z - z*)
+    weighted = chosen.clone()  # sum of exp(z - z*) (z - z*)
     for block in vocabulary:
         logits, _ = block_logits(layer, block, piece, temperature, forbidden)
         column, inside = in_block(tokens, block.start, logits.shape[1])  # (rows, 1) each
         chosen += torch.where(inside, logits.gather(1, column), 0).squeeze(1)
-        before = largest
+        largest_before = largest
         if by_softmax:
-            largest, block_total, block_weighted = _sums_by_softmax(before, logits)
+            largest, block_total, block_weighted = _sums_by_softmax(largest_before, logits)
         else:
-            largest = torch.maximum(before, logits.amax(dim=1))
+            largest = torch.maximum(largest_before, logits.amax(dim=1))
             logits.sub_(largest.unsqueeze(1))
             if infinite:
                 logits.clamp_(min=LOWEST)
@@ -236,8 +236,8 @@ def _scores_of_piece(
             block_weighted = torch.linalg.vecdot(powers, logits)
             del powers
         del logits  # before the next block is made
-        shrink = torch.exp(before - largest)
-        weighted = (weighted + (before - largest) * total) * shrink + block_weighted
+        shrink = torch.exp(largest_before - largest)
+        weighted = (weighted + (largest_before - largest) * total) * shrink + block_weighted
         total = total * shrink + block_total
     return chosen, largest + total.log(), total.log() - weighted / total
 

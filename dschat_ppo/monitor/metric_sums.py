@@ -171,7 +171,7 @@ def _count_of(values: Tensor, mask: Tensor | None) -> Tensor:
     return torch.full((), values.numel(), dtype=torch.float64, device=values.device)
 
 
-def read(named: Mapping[str, Tensor]) -> dict[str, float]:
+def read_scalars(named: Mapping[str, Tensor]) -> dict[str, float]:
     """The numbers in scalar tensors, by name; the host waits for their device once."""
     if not named:
         return {}

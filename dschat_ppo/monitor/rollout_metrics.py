@@ -11,7 +11,7 @@ from dschat_ppo.algorithms.groups import groups_that_differ
 from dschat_ppo.algorithms.kl import kl_k1, kl_k3
 from dschat_ppo.common.dist import gather_cat
 from dschat_ppo.common.phases import PhaseClock
-from dschat_ppo.monitor.metric_sums import explained_variance, mean_and_std, read
+from dschat_ppo.monitor.metric_sums import explained_variance, mean_and_std, read_scalars
 from dschat_ppo.types import Experience
 
 
@@ -66,7 +66,7 @@ def experience_metrics(
         if sources:
             scalars[f"reward/score_mean/{name}"] = mean_and_std(rows.scores[members])[0]
         scalars[f"rollout/length_mean/{name}"] = lengths[members].mean()
-    metrics = read(scalars | _kl(rows, data_sources))
+    metrics = read_scalars(scalars | _kl(rows, data_sources))
     _keep_partial_sources(metrics, sources)
     # rows that differ in a token
     distinct = torch.unique(torch.where(mask, rows.response_ids, -1), dim=0).shape[0]
@@ -156,7 +156,7 @@ def _rows_by_data_set(
 def kl_metrics(rows: Experience, data_sources: Sequence[str] = ()) -> dict[str, float]:
     """KL to the reference over the response tokens, and by data set; {} without a reference. Until
     old log-probs are known, those recorded while sampling stand for them."""
-    return read(_kl(rows, data_sources))
+    return read_scalars(_kl(rows, data_sources))
 
 
 def _kl(rows: Experience, data_sources: Sequence[str]) -> dict[str, Tensor]:
@@ -185,9 +185,8 @@ def drift_metrics(rows: Experience) -> dict[str, float]:
     largest = torch.zeros((), device=drift.device)
     if drift.numel():
         largest = drift.max()
-    return read(
-        {"rollout/logprob_diff_mean": mean_and_std(drift)[0], "rollout/logprob_diff_max": largest}
-    )
+    mean = mean_and_std(drift)[0]
+    return read_scalars({"rollout/logprob_diff_mean": mean, "rollout/logprob_diff_max": largest})
 
 
 def phase_metrics(clock: PhaseClock, device: torch.device) -> dict[str, float]:

@@ -56,7 +56,7 @@ class Start:
     written: int = -1
 
 
-def check_trackers(libraries: Sequence[str]) -> None:
+def require_trackers(libraries: Sequence[str]) -> None:
     """Check, before a model is loaded, that these libraries can be used. Call it on rank 0, which
     alone uses them."""
     for library in libraries:

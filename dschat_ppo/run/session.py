@@ -30,7 +30,7 @@ from dschat_ppo.cpu_kernels.operations import kernels
 from dschat_ppo.errors import StopRequested, UserError, counted, nearest_path
 from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.monitor.step_trace import StepTrace
-from dschat_ppo.monitor.trackers import Tracking, check_trackers
+from dschat_ppo.monitor.trackers import Tracking, require_trackers
 from dschat_ppo.monitor.writers import MetricsWriter, record_start
 from dschat_ppo.run import watchdog
 from dschat_ppo.run.output_folder import (
@@ -92,7 +92,7 @@ def begin_run(
             dist.on_main(writing(folder)(lambda: prepare_output_folder(folder, config)))
         else:
             dist.on_main(writing(folder)(lambda: check_earlier_outputs(folder, config)))
-            dist.on_main(lambda: check_trackers(run.trackers))
+            dist.on_main(lambda: require_trackers(run.trackers))
             repository = run.push_to_hub
             if repository is not None:
                 dist.on_main(lambda: make_repository(repository))

@@ -75,31 +75,33 @@ def dpo_loss(
     optimizer step."""
     assert batch.ref_logprobs is not None
     real = batch.pair_mask
+    # (2 B,) each: chosen, then rejected
     num_tokens = batch.answer_mask.sum(dim=1)
-    # (2 B,): chosen, then rejected
     logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask)
-    chosen, rejected = log_ratios(logprobs, batch.ref_logprobs, num_tokens, flags.objective)
-    lead = chosen - rejected
+    chosen_ratios, rejected_ratios = log_ratios(
+        logprobs, batch.ref_logprobs, num_tokens, flags.objective
+    )
+    lead = chosen_ratios - rejected_ratios
     loss = preference_loss(
         flags.objective, lead, real, num_pairs, flags.strength, flags.label_smoothing
     )
     chosen_logprobs, rejected_logprobs = logprobs.chunk(2)
+    chosen_tokens = num_tokens.chunk(2)[0]
     if flags.objective == "dpo_nll":
-        nll = chosen_nll_loss(chosen_logprobs, num_tokens.chunk(2)[0], real, num_pairs)
+        nll = chosen_nll_loss(chosen_logprobs, chosen_tokens, real, num_pairs)
         sums.add_sum("nll", nll * num_pairs, real.sum())
         loss = loss + flags.nll_weight * nll
     with torch.no_grad():  # by data set
         losses = PAIR_LOSSES[flags.objective](lead, flags.strength, flags.label_smoothing)  # (B,)
         if flags.objective == "dpo_nll":
-            chosen_tokens = num_tokens.chunk(2)[0].clamp_min(1)
-            losses = losses - flags.nll_weight * chosen_logprobs / chosen_tokens
+            losses = losses - flags.nll_weight * chosen_logprobs / chosen_tokens.clamp_min(1)
         sums.add_by_source("loss", losses, batch.data_sources, real)
         sums.add_by_source("accuracy", (lead > 0).float(), batch.data_sources, real)
     sums.add_sum("loss", loss * num_pairs, real.sum())
     sums.add_mean("accuracy", (lead > 0).float(), real)
     sums.add_mean("margin", flags.strength * lead, real)
-    sums.add_mean("chosen_reward", flags.strength * chosen, real)
-    sums.add_mean("rejected_reward", flags.strength * rejected, real)
+    sums.add_mean("chosen_reward", flags.strength * chosen_ratios, real)
+    sums.add_mean("rejected_reward", flags.strength * rejected_ratios, real)
     sums.add_mean("chosen_logprob", chosen_logprobs, real)
     sums.add_mean("rejected_logprob", rejected_logprobs, real)
     return loss.float()

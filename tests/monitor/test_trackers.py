@@ -23,7 +23,7 @@ from dschat_ppo.monitor.trackers import (
     TensorBoardTracker,
     Tracking,
     WandbTracker,
-    check_trackers,
+    require_trackers,
     check_wandb,
 )
 
@@ -92,9 +92,9 @@ def test_the_id_of_a_run_is_kept_beside_those_of_other_libraries_and_names_follo
 @pytest.mark.parametrize("library", ["wandb", "trackio"])
 def test_a_missing_library_names_the_command_that_installs_it(monkeypatch, library):
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == library else INSTALLED)
-    check_trackers(["tensorboard"])
+    require_trackers(["tensorboard"])
     with pytest.raises(UserError) as raised:
-        check_trackers(["tensorboard", library])
+        require_trackers(["tensorboard", library])
     said = str(raised.value)
     assert said.startswith(f"--report_to {library} needs the package {library}")
     assert said.endswith(f': pip install -e ".[{library}]"')
