@@ -23,8 +23,8 @@ from dschat_ppo.monitor.trackers import (
     TensorBoardTracker,
     Tracking,
     WandbTracker,
-    require_trackers,
     check_wandb,
+    require_trackers,
 )
 
 ANSWERS = [SampledResponse("1 + 1 =", "2", 0.25, 3)]
