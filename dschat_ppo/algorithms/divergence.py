@@ -223,7 +223,8 @@ def _mean_difference(
     sum of exponentials of z without and with this block."""
     shares = torch.exp(z - lse.unsqueeze(1))
     fading = torch.exp(lse_before - lse)
-    return mean * fading + torch.linalg.vecdot(shares, z - other_z)
+    updated: Tensor = mean * fading + torch.linalg.vecdot(shares, z - other_z)
+    return updated
 
 
 def _gradient_of_all_tokens(

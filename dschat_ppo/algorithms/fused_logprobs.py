@@ -353,9 +353,11 @@ def block_logits(
     return logits, tanh
 
 
-def forbid_(logits: Tensor, forbidden: Forbidden, first: int = 0) -> None:
+def forbid_(logits: Tensor, forbidden: Forbidden | None, first: int = 0) -> None:
     """Set the logits (N, columns) fp32 of forbidden tokens to `NEVER`; column 0 is that of token
     `first`."""
+    if forbidden is None:
+        return
     positions, ids = forbidden
     for token in ids:
         if 0 <= token - first < logits.shape[1]:
