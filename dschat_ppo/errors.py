@@ -28,10 +28,12 @@ _VALUE = r"=)([^&\s]*?)(?=(?::[-+.\de]+)?(?:[&\s]|,(?:\s|\w+://|$)|$))"
 _SETTING = re.compile(rf"([?&](?:{_SECRETS}){_VALUE}", re.IGNORECASE)
 _URL_SETTING = re.compile(rf"([?&](?:{_SECRETS}|{_URL_SECRETS}){_VALUE}", re.IGNORECASE)
 # A password with a slash makes a URL invalid, and is one all the same: what follows a colon is
-# taken for it up to the last @, or to the last before a host with a port. A port is no password.
+# taken for it up to the last @, or to the last before a host with a port. The port of a name with a
+# dot, of `localhost` and of an address in brackets is no password; `alice:12/` may be one.
 _PORT = r":\d{1,5}(?:[/?#]|$)"
+_HOST = r"(?:localhost|[^/\s?#@:\[]*\.[^/\s?#@:\[]*|\[[\w:.%]*\])"
 _USER = re.compile(
-    rf"(://)(?!(?:[^/\s?#@:\[]*|\[[\w:.%]*\]){_PORT})"
+    rf"(://)(?!{_HOST}{_PORT})"
     rf"([^/\s?#@:]*:(?:(?!://|@[\w.-]+{_PORT})[^\s\"'<>])*|[^/\s?#]*)@"
 )
 # In texts of unknown origin: settings in JSON, Python, YAML, headers and command lines, and
