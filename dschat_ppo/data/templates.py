@@ -347,7 +347,7 @@ def render_answer(
     `prompt`; id of the token that ends the answer). The text ends with that token, unless the
     template writes none."""
     end = turn_end(tokenizer)
-    message = {"role": "assistant", "content": answer}
+    message: Message = {"role": "assistant", "content": answer}
     if isinstance(answer, dict):
         message = answer
     content, _ = without_final(tokenizer, message.get("content") or "")
