@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from itertools import product
 
 from dschat_ppo.config.data_flags import Use
+from dschat_ppo.data.cells import LABELS
 from dschat_ppo.data.examples import Row, json_value, looks_like_messages
 from dschat_ppo.data.form_kinds import SETS
-from dschat_ppo.data.form_readers import LABELS, TEXTS
+from dschat_ppo.data.judged_readers import TEXTS
 from dschat_ppo.data.verdicts import CLEAR_VERDICTS, NUMBERS, SIDES, may_be_verdicts
 
 NAME_THEM = (

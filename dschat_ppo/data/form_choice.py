@@ -6,48 +6,28 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import replace
 from pathlib import Path
 
 from dschat_ppo.common.own_functions import file_named, own_function
 from dschat_ppo.config.data_flags import DataFlags, Use
 from dschat_ppo.config.schema import is_own_function
-from dschat_ppo.data.advice import Advice, advice_for, as_known_set
+from dschat_ppo.data.advice import as_known_set
 from dschat_ppo.data.content import (
-    ALWAYS_CONTENT,
-    CONTENT,
     SYSTEM_COLUMNS,
     is_of_rewards,
-    names_an_answer,
 )
 from dschat_ppo.data.examples import VARIABLES_COLUMN, Example, Row, field_at, has_value
-from dschat_ppo.data.form_kinds import FORMS, KINDS, SETS, Kind, set_named
+from dschat_ppo.data.form_columns import about_columns, correct_answer, watched_columns
+from dschat_ppo.data.form_kinds import FORMS, KINDS, Kind, set_named
 from dschat_ppo.data.form_rendering import Candidate, rendering_of
+from dschat_ppo.data.form_sample import Sample, exists, quoted_names, sample_of
 from dschat_ppo.data.forms import Form, UnreadError, rows_made
 from dschat_ppo.data.readings import tried_ways
-from dschat_ppo.data.verdicts import MEANINGS, TURNING, VERDICT_ROLES, Scale, scale_of
+from dschat_ppo.data.verdicts import Scale, scale_of
 from dschat_ppo.errors import UserError
 
 FIRST_ROWS = 20
-# Roles that flags name and forms have
-_ROLES = ("prompt", "response", "chosen", "rejected", "messages", "label", *VERDICT_ROLES)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The columns and first rows of a data set, without those that flags ignore, and the flags."""
-
-    name: str
-    names: tuple[str, ...]  # all columns
-    columns: list[str]
-    rows: list[Row]
-    has_template: bool
-    flags: DataFlags
-    by_flag: dict[str, str]  # role -> the column that a flag names, of those that exist
-    of_content: dict[str, str]  # those of the prompt and the answers
-    missing: list[str]  # flags whose columns do not exist
-    advice: Advice
 
 
 def detect_form(
@@ -68,7 +48,7 @@ def detect_form(
         return _own_form(name, rows, has_template, flags, is_only, use)
 
     def detect(given: DataFlags) -> Form:
-        form = _detected(_sample(name, columns, rows, has_template, given, is_only))
+        form = _detected(sample_of(name, columns, rows, has_template, given, is_only))
         form.check_unused(rows, use)
         if use is not None:
             form.require(use)
@@ -85,50 +65,6 @@ def detect_form(
         ways = ways or [problem.way]
         where = f"{name}: " if problem.lost else ""
         raise UserError(f"{where}{problem.what}; {'; '.join(ways)}") from None
-
-
-def _sample(
-    name: str,
-    columns: list[str],
-    rows: list[Row],
-    has_template: bool,
-    flags: DataFlags,
-    is_only: bool,
-) -> Sample:
-    """What is known of a data set. `UserError` if a flag names no column and there is no other data
-    set."""
-    columns_left = [column for column in columns if column not in flags.ignore_columns]
-    rows = [{name: row[name] for name in row if name in columns_left} for row in rows]
-    by_flag = {
-        role: column
-        for role, column in flags.columns.items()
-        if column and _exists(column, columns_left, rows)
-    }
-    missing = [
-        f"{flags.name_of(role)} {column}"
-        for role, column in flags.columns.items()
-        if column and role not in by_flag
-    ]
-    if missing and is_only:
-        raise UserError(
-            f"{', '.join(missing)}: {name} has no such column; it has {_quoted_names(columns_left)}"
-        )
-    of_content = {role: column for role, column in by_flag.items() if role in _ROLES}
-    if set(VERDICT_ROLES) & set(of_content):  # then the flags name two answers in any order
-        in_any_order = {"chosen": "first", "rejected": "second"}
-        of_content = {in_any_order.get(role, role): path for role, path in of_content.items()}
-    return Sample(
-        name,
-        tuple(columns),
-        columns_left,
-        rows,
-        has_template,
-        flags,
-        by_flag,
-        of_content,
-        missing,
-        advice_for(columns_left, rows),
-    )
 
 
 def _detected(sample: Sample) -> Form:
@@ -155,7 +91,7 @@ def _detected(sample: Sample) -> Form:
         asked = lost
         if chosen.form.uses == ("prompt",):
             asked = {column for column in lost if not is_of_rewards(column)}
-        if asked and asked <= _used(chosen.form):
+        if asked and asked <= chosen.form.used_columns:
             with suppress(UserError):
                 form = _completed(sample, chosen)
                 if not _lost(form, sample.rows):
@@ -187,7 +123,7 @@ def _completed(sample: Sample, chosen: Candidate) -> Form:
     if not chosen.fits:
         if advice.sets and not sample.of_content:
             raise UserError(
-                f"{name}: has the columns {_quoted_names(columns)}, which do not fit the form"
+                f"{name}: has the columns {quoted_names(columns)}, which do not fit the form"
                 f" {kind.name}; {as_known_set(advice.sets)}"
             )
         way = "--prompt_column, ... name other columns"
@@ -197,7 +133,7 @@ def _completed(sample: Sample, chosen: Candidate) -> Form:
     system = sample.by_flag.get("system")
     if flags.system_column is None and not kind.is_known_set:
         system = next((column for column in SYSTEM_COLUMNS if column in columns), None)
-    truth, pattern = _truth(sample, chosen.form)
+    truth, pattern = correct_answer(sample, chosen.form)
     by_role = chosen.form.columns
     if truth is None and kind.name == "problem_solution":
         by_role = {role: column for role, column in by_role.items() if role != "truth"}
@@ -217,92 +153,17 @@ def _completed(sample: Sample, chosen: Candidate) -> Form:
         advice=advice,
         row_way=row_way,
         warning=warning,
-        about=f"{name}: has the columns {_quoted_names(columns)}, read as form {kind.name}",
+        about=f"{name}: has the columns {quoted_names(columns)}, read as form {kind.name}",
     )
-    description = [about_prompts, *_about_columns(form, columns, flags)]
+    description = [about_prompts, *about_columns(form, columns, flags)]
     if sample.missing:
         description.append(f"{', '.join(sample.missing)}: it has no such column")
     roles = ", ".join(f"{role}: {column}" for role, column in form.columns.items())
     return replace(
         form,
-        watched=tuple(sorted(_watched(sample, form))),
+        watched=tuple(sorted(watched_columns(sample, form))),
         description="; ".join([f"form {kind.name} ({roles})", *description]),
     )
-
-
-def _used(form: Form) -> set[str]:
-    """The columns of the data set that a form reads."""
-    paths = (*form.columns.values(), form.system, form.tools, form.variables, form.truth)
-    used = {path.split(".")[0] for path in paths if path}
-    if "rejected" in form.columns:
-        return used | {"margin"}
-    return used
-
-
-def _watched(sample: Sample, form: Form) -> set[str]:
-    """Columns whose content would be lost: all that some form reads or whose names tell of answers,
-    or fewer of them if flags choose how to read the rows, beside prompts alone, and beside texts,
-    which may have classes."""
-    kind = form.kind
-    flags = sample.flags
-    of_content = sample.of_content
-    if kind.is_known_set:
-        return {column for column in (form.system, form.tools) if column}
-    only_prompts = form.uses == ("prompt",)
-    of_texts = set(of_content) - {"label", *VERDICT_ROLES}
-    answer_is_chosen = flags.data_format != "auto" or bool(of_texts - {"prompt"})
-    watched = set(CONTENT)
-    if flags.data_format != "auto" or (of_texts and kind.by_flag and not only_prompts):
-        watched = set(ALWAYS_CONTENT)
-    if not answer_is_chosen:
-        watched |= set(filter(names_an_answer, sample.columns))
-        if kind.name == "problem_solution":
-            watched.add("answer")
-    for role in of_content:
-        watched -= set(kind.roles[role].split())
-    if {"chosen", "rejected"} <= set(of_content):  # which a verdict may turn around
-        watched |= TURNING.intersection(sample.columns)
-    watched -= _used(form) | set(flags.ignore_columns)
-    if flags.system_column is not None:
-        watched -= set(SYSTEM_COLUMNS)
-    if only_prompts:
-        watched = {column for column in watched if not is_of_rewards(column)}
-    elif kind.name == "text":
-        watched -= {"label", "labels"}
-    if form.rendering == "text":  # which has no place for them
-        watched |= {column for column in (form.system, form.tools) if column}
-    return watched
-
-
-def _about_columns(form: Form, columns: list[str], flags: DataFlags) -> list[str]:
-    """What was understood of the other columns, for the log."""
-    facts = list[str]()
-    if form.system:
-        facts.append(f"system messages from '{form.system}'")
-    if form.tools:
-        facts.append(f"tools from '{form.tools}'")
-    if form.variables:
-        facts.append(f"variables of the chat template from '{form.variables}'")
-    used = _used(form)
-    unused = [column for column in columns if column not in used and not column.startswith("_")]
-    if unused and not form.kind.is_known_set:
-        facts.append(f"other columns: {_quoted_names(unused)}")
-    if form.truth:
-        by_pattern = ""
-        if form.truth_pattern:
-            by_pattern = f" by '{form.truth_pattern}'"
-        facts.append(f"the correct answer from '{form.truth}'{by_pattern}")
-    for flag in ("input_template", "system_message"):
-        if getattr(flags, flag) and getattr(form, flag) is None:
-            facts.append(f"--{flag} does not apply")
-    if {"response", "chosen"} <= set(form.columns):
-        facts.append(f"SFT learns '{form.columns['response']}', not '{form.columns['chosen']}'")
-    known_sets = [name for name in form.advice.sets if not set(SETS[name].columns.split()) <= used]
-    if known_sets and not form.kind.is_known_set:
-        facts.append(as_known_set(tuple(known_sets)))
-    if form.scale != "words":
-        facts.append(f"'{form.columns['better']}' is {MEANINGS[form.scale]}")
-    return facts
 
 
 def _own_form(
@@ -337,17 +198,6 @@ def _own_form(
     )
 
 
-def _exists(path: str, columns: list[str], rows: list[Row]) -> bool:
-    """Whether rows have a column, or a field inside one."""
-    return path in columns or (
-        path.split(".")[0] in columns and any(has_value(row, path) for row in rows)
-    )
-
-
-def _quoted_names(columns: list[str]) -> str:
-    return ", ".join(map(repr, columns))
-
-
 def _located(
     kind: Kind, columns: list[str], rows: list[Row], by_flag: dict[str, str]
 ) -> dict[str, str]:
@@ -356,9 +206,7 @@ def _located(
     located = dict[str, str]()
     for role, names in kind.roles.items():
         taken = {*by_flag.values(), *located.values()}
-        free = [
-            path for path in names.split() if path not in taken and _exists(path, columns, rows)
-        ]
+        free = [path for path in names.split() if path not in taken and exists(path, columns, rows)]
         if role in by_flag:
             located[role] = by_flag[role]
         elif free:
@@ -422,7 +270,7 @@ def _candidates(sample: Sample) -> Iterator[Candidate]:
         if known:
             hint = "; --data_format FORM reads it in another way than DeepSpeed-Chat"
         raise UnreadError(
-            f"{sample.name}: has the columns {_quoted_names(sample.columns)}, which {what}",
+            f"{sample.name}: has the columns {quoted_names(sample.columns)}, which {what}",
             f"{sample.advice.for_any}{hint}",
             is_sure=bool(sample.advice.sets),
         )
@@ -474,24 +322,3 @@ def _scale(name: str, located: dict[str, str], rows: list[Row], by_flag: dict[st
         return scale_of(values, column, answers, is_named="better" in by_flag)
     except UserError as problem:
         raise UserError(f"{name}: {problem}") from None
-
-
-def _truth(sample: Sample, form: Form) -> tuple[str | None, str | None]:
-    """(column of the correct answer, pattern that finds it there). Beside a solution, a short
-    `answer` is the correct one; a long one is another answer."""
-    if "answer" in sample.by_flag:
-        return sample.by_flag["answer"], sample.flags.answer_pattern
-    answer = form.columns.get("truth")
-    if form.name == "question_answer":
-        answer = form.columns["response"]
-    elif form.name != "problem_solution":
-        return answer, None
-    values = {column: "" for column in (answer, form.columns["response"]) if column}
-    for row, column in product(sample.rows, values):
-        if has_value(row, column):
-            values[column] += str(field_at(row, column))
-    if answer is None or len(values[answer]) > len(values[form.columns["response"]]):
-        return None, None
-    if "####" in values[answer]:  # as in GSM8K
-        return answer, r"(?s).*####\s*(.*?)\s*$"
-    return answer if answer == "answer" else None, None

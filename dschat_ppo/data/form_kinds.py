@@ -11,7 +11,8 @@ from typing import NamedTuple, cast
 
 from dschat_ppo.config.data_flags import Use
 from dschat_ppo.data import form_readers as readers
-from dschat_ppo.data import step_readers, verdicts
+from dschat_ppo.data import judged_readers, step_readers, verdicts
+from dschat_ppo.data.cells import Cells, PromptAndAnswers, pair_of
 from dschat_ppo.data.examples import Row, field_at, number_of, text_at
 
 
@@ -23,7 +24,7 @@ class Kind:
     roles: dict[str, str]  # role -> names of columns that have it; the first one that exists counts
     # (uses, roles that must be there); "preference" serves "unpaired" too
     needs: tuple[tuple[str, str], ...]
-    read: Callable[[readers.Cells, Use], readers.PromptAndAnswers]
+    read: Callable[[Cells, Use], PromptAndAnswers]
     # column flags may name columns of all its roles; `--data_format` allows it of any form
     by_flag: bool = False
     # "as given" (text prompts stay text, messages are chat), "chat", "text", or "content" (chat if
@@ -86,7 +87,7 @@ _DETECTED = (
             ("sft prompt unpaired", "messages label"),
             ("sft prompt unpaired", "prompt response label"),
         ),
-        readers.read_kto,
+        judged_readers.read_kto,
         by_flag=True,
         labelled=True,
     ),
@@ -95,18 +96,18 @@ _DETECTED = (
         {
             "prompt": "prompt instruction question query input",
             "response": "responses answers completions generations",
-            "scores": " ".join(readers.SCORES),
-            "ranks": " ".join(readers.RANKS),
+            "scores": " ".join(judged_readers.SCORES),
+            "ranks": " ".join(judged_readers.RANKS),
         },
         (("sft preference prompt", "prompt response"),),
-        readers.read_ranked,
+        judged_readers.read_ranked,
         by_flag=True,
     ),
     Kind(
         "better_of_two",
         {"prompt": "prompt question query context", **_OF_TWO},
         _of_two("prompt first second") + _of_two("first second"),
-        readers.read_better,
+        judged_readers.read_better,
         by_flag=True,
     ),
     Kind(
@@ -272,12 +273,10 @@ class KnownSet(NamedTuple):
     rejected: Text | None = None
 
 
-def _read_known(name: str, cells: readers.Cells, use: Use) -> readers.PromptAndAnswers:
+def _read_known(name: str, cells: Cells, use: Use) -> PromptAndAnswers:
     known = SETS[name]
     texts = {"prompt": (), "sft": (known.chosen,)}.get(use, (known.chosen, known.rejected or ""))
-    return _filled(known.prompt, cells.row), readers.pair_of(
-        [_filled(text, cells.row) for text in texts]
-    )
+    return _filled(known.prompt, cells.row), pair_of([_filled(text, cells.row) for text in texts])
 
 
 def _filled(text: Text, row: Row) -> str:

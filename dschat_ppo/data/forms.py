@@ -17,6 +17,7 @@ from typing import Any, Literal
 from dschat_ppo.common.own_functions import own_function, running_own
 from dschat_ppo.config.data_flags import DataFlags, Use
 from dschat_ppo.data.advice import Advice
+from dschat_ppo.data.cells import Cells, JudgedAnswer, Prompt
 from dschat_ppo.data.content import NO_COPIES, all_in, is_content, is_of_rewards, lines_of
 from dschat_ppo.data.examples import (
     CONTEXT,
@@ -34,7 +35,6 @@ from dschat_ppo.data.examples import (
     without_context,
 )
 from dschat_ppo.data.form_kinds import Kind
-from dschat_ppo.data.form_readers import Cells, JudgedAnswer, Prompt
 from dschat_ppo.data.verdicts import TURNING, TWO_ANSWERS, Scale
 from dschat_ppo.errors import UserError, printable_line
 
@@ -102,6 +102,15 @@ class Form:
     def uses(self) -> tuple[Use, ...]:
         """What the form serves."""
         return self.kind.uses(self.columns)
+
+    @property
+    def used_columns(self) -> set[str]:
+        """The columns of the data set that the form reads."""
+        paths = (*self.columns.values(), self.system, self.tools, self.variables, self.truth)
+        used = {path.split(".")[0] for path in paths if path}
+        if "rejected" in self.columns:
+            return used | {"margin"}
+        return used
 
     @cached_property
     def _watched_columns(self) -> frozenset[str]:

@@ -12,8 +12,8 @@ import re
 from typing import Any
 
 from dschat_ppo.config.data_flags import Use
+from dschat_ppo.data.cells import LABELS, Cells, JudgedAnswer, PromptAndAnswers
 from dschat_ppo.data.examples import checked, field_at, number_of
-from dschat_ppo.data.form_readers import LABELS, Cells, JudgedAnswer, PromptAndAnswers
 from dschat_ppo.data.verdicts import number_in
 from dschat_ppo.errors import UserError
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dschat_ppo.config.data_flags import DataFlags, StepData
 from dschat_ppo.data import encode, token_tables
+from dschat_ppo.data.cells import JudgedAnswer
 from dschat_ppo.data.encode import (
     EncodedExample,
     encode_example,
@@ -29,7 +30,6 @@ from dschat_ppo.data.encode import (
 )
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.form_kinds import Kind
-from dschat_ppo.data.form_readers import JudgedAnswer
 from dschat_ppo.data.forms import Form
 from dschat_ppo.data.rows import ORIGIN, ROW, RawRows
 from dschat_ppo.data.sources import parse_sources

@@ -1,0 +1,108 @@
+"""The columns of a data set besides the prompt and the answers that its form reads: the correct
+answer, those whose content would be lost, and what the log says of them."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.data.advice import as_known_set
+from dschat_ppo.data.content import (
+    ALWAYS_CONTENT,
+    CONTENT,
+    SYSTEM_COLUMNS,
+    is_of_rewards,
+    names_an_answer,
+)
+from dschat_ppo.data.examples import field_at, has_value
+from dschat_ppo.data.form_kinds import SETS
+from dschat_ppo.data.form_sample import Sample, quoted_names
+from dschat_ppo.data.forms import Form
+from dschat_ppo.data.verdicts import MEANINGS, TURNING, VERDICT_ROLES
+
+
+def correct_answer(sample: Sample, form: Form) -> tuple[str | None, str | None]:
+    """(column of the correct answer, pattern that finds it there). Beside a solution, a short
+    `answer` is the correct one; a long one is another answer."""
+    if "answer" in sample.by_flag:
+        return sample.by_flag["answer"], sample.flags.answer_pattern
+    answer = form.columns.get("truth")
+    if form.name == "question_answer":
+        answer = form.columns["response"]
+    elif form.name != "problem_solution":
+        return answer, None
+    values = {column: "" for column in (answer, form.columns["response"]) if column}
+    for row, column in product(sample.rows, values):
+        if has_value(row, column):
+            values[column] += str(field_at(row, column))
+    if answer is None or len(values[answer]) > len(values[form.columns["response"]]):
+        return None, None
+    if "####" in values[answer]:  # as in GSM8K
+        return answer, r"(?s).*####\s*(.*?)\s*$"
+    return answer if answer == "answer" else None, None
+
+
+def watched_columns(sample: Sample, form: Form) -> set[str]:
+    """Columns whose content would be lost: all that some form reads or whose names tell of answers,
+    or fewer of them if flags choose how to read the rows, beside prompts alone, and beside texts,
+    which may have classes."""
+    kind = form.kind
+    flags = sample.flags
+    of_content = sample.of_content
+    if kind.is_known_set:
+        return {column for column in (form.system, form.tools) if column}
+    only_prompts = form.uses == ("prompt",)
+    of_texts = set(of_content) - {"label", *VERDICT_ROLES}
+    answer_is_chosen = flags.data_format != "auto" or bool(of_texts - {"prompt"})
+    watched = set(CONTENT)
+    if flags.data_format != "auto" or (of_texts and kind.by_flag and not only_prompts):
+        watched = set(ALWAYS_CONTENT)
+    if not answer_is_chosen:
+        watched |= set(filter(names_an_answer, sample.columns))
+        if kind.name == "problem_solution":
+            watched.add("answer")
+    for role in of_content:
+        watched -= set(kind.roles[role].split())
+    if {"chosen", "rejected"} <= set(of_content):  # which a verdict may turn around
+        watched |= TURNING.intersection(sample.columns)
+    watched -= form.used_columns | set(flags.ignore_columns)
+    if flags.system_column is not None:
+        watched -= set(SYSTEM_COLUMNS)
+    if only_prompts:
+        watched = {column for column in watched if not is_of_rewards(column)}
+    elif kind.name == "text":
+        watched -= {"label", "labels"}
+    if form.rendering == "text":  # which has no place for them
+        watched |= {column for column in (form.system, form.tools) if column}
+    return watched
+
+
+def about_columns(form: Form, columns: list[str], flags: DataFlags) -> list[str]:
+    """What was understood of the other columns, for the log."""
+    facts = list[str]()
+    if form.system:
+        facts.append(f"system messages from '{form.system}'")
+    if form.tools:
+        facts.append(f"tools from '{form.tools}'")
+    if form.variables:
+        facts.append(f"variables of the chat template from '{form.variables}'")
+    used = form.used_columns
+    unused = [column for column in columns if column not in used and not column.startswith("_")]
+    if unused and not form.kind.is_known_set:
+        facts.append(f"other columns: {quoted_names(unused)}")
+    if form.truth:
+        by_pattern = ""
+        if form.truth_pattern:
+            by_pattern = f" by '{form.truth_pattern}'"
+        facts.append(f"the correct answer from '{form.truth}'{by_pattern}")
+    for flag in ("input_template", "system_message"):
+        if getattr(flags, flag) and getattr(form, flag) is None:
+            facts.append(f"--{flag} does not apply")
+    if {"response", "chosen"} <= set(form.columns):
+        facts.append(f"SFT learns '{form.columns['response']}', not '{form.columns['chosen']}'")
+    known_sets = [name for name in form.advice.sets if not set(SETS[name].columns.split()) <= used]
+    if known_sets and not form.kind.is_known_set:
+        facts.append(as_known_set(tuple(known_sets)))
+    if form.scale != "words":
+        facts.append(f"'{form.columns['better']}' is {MEANINGS[form.scale]}")
+    return facts

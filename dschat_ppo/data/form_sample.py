@@ -1,0 +1,86 @@
+"""What is known of a data set when its form is looked for: its columns and first rows, and what the
+flags say of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.data.advice import Advice, advice_for
+from dschat_ppo.data.examples import Row, has_value
+from dschat_ppo.data.verdicts import VERDICT_ROLES
+from dschat_ppo.errors import UserError
+
+# Roles that flags name and forms have
+_ROLES = ("prompt", "response", "chosen", "rejected", "messages", "label", *VERDICT_ROLES)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The columns and first rows of a data set, without those that flags ignore, and the flags."""
+
+    name: str
+    names: tuple[str, ...]  # all columns
+    columns: list[str]
+    rows: list[Row]
+    has_template: bool
+    flags: DataFlags
+    by_flag: dict[str, str]  # role -> the column that a flag names, of those that exist
+    of_content: dict[str, str]  # those of the prompt and the answers
+    missing: list[str]  # flags whose columns do not exist
+    advice: Advice
+
+
+def sample_of(
+    name: str,
+    columns: list[str],
+    rows: list[Row],
+    has_template: bool,
+    flags: DataFlags,
+    is_only: bool,
+) -> Sample:
+    """What is known of a data set. `UserError` if a flag names no column and there is no other data
+    set."""
+    columns_left = [column for column in columns if column not in flags.ignore_columns]
+    rows = [{name: row[name] for name in row if name in columns_left} for row in rows]
+    by_flag = {
+        role: column
+        for role, column in flags.columns.items()
+        if column and exists(column, columns_left, rows)
+    }
+    missing = [
+        f"{flags.name_of(role)} {column}"
+        for role, column in flags.columns.items()
+        if column and role not in by_flag
+    ]
+    if missing and is_only:
+        raise UserError(
+            f"{', '.join(missing)}: {name} has no such column; it has {quoted_names(columns_left)}"
+        )
+    of_content = {role: column for role, column in by_flag.items() if role in _ROLES}
+    if set(VERDICT_ROLES) & set(of_content):  # then the flags name two answers in any order
+        in_any_order = {"chosen": "first", "rejected": "second"}
+        of_content = {in_any_order.get(role, role): path for role, path in of_content.items()}
+    return Sample(
+        name,
+        tuple(columns),
+        columns_left,
+        rows,
+        has_template,
+        flags,
+        by_flag,
+        of_content,
+        missing,
+        advice_for(columns_left, rows),
+    )
+
+
+def exists(path: str, columns: list[str], rows: list[Row]) -> bool:
+    """Whether rows have a column, or a field inside one."""
+    return path in columns or (
+        path.split(".")[0] in columns and any(has_value(row, path) for row in rows)
+    )
+
+
+def quoted_names(columns: list[str]) -> str:
+    return ", ".join(map(repr, columns))
