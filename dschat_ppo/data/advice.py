@@ -1,58 +1,101 @@
 """What a message advises where no form reads the columns of a data set, or not for a step. Column
-flags alone are no advice beside a verdict: they would train half of the pairs upside down."""
+flags alone are no advice beside a verdict: they would train half of the pairs upside down.
+`readings.py` tries the flags on the rows before a message names them."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import permutations
+from typing import Any, NamedTuple
 
 from dschat_ppo.config.data_flags import Use
 from dschat_ppo.data.cells import LABELS
 from dschat_ppo.data.examples import Row, json_value, looks_like_messages
 from dschat_ppo.data.form_kinds import SETS
 from dschat_ppo.data.judged_readers import TEXTS
-from dschat_ppo.data.verdicts import CLEAR_VERDICTS, NUMBERS, SIDES, may_be_verdicts
+from dschat_ppo.data.verdicts import CLEAR_VERDICTS, NUMBERS, OWN_FUNCTION, SIDES, may_be_verdicts, say_which
 
-NAME_THEM = (
+_NAME_THEM = (
     "name them with --prompt_column, --response_column, --chosen_column, --rejected_column,"
     " --messages_column, --label_column"
 )
 _OF_STEPS = (
     "name them with --prompt_column, --response_column (a list of steps) and --label_column (a list"
-    " of labels, or the number of the first wrong step)"
+    " of labels, or the number of the first wrong step, -1 if all are right)"
+)
+FOR_STEP_3 = (
+    "rows of prompts alone are for step 3 (--response_column names the column of a response if"
+    " there is one)"
 )
 _NO_ANSWERS = ("model", "winner", "winner_model")  # stems of names that stand for no answers
-_PROMPTS = {"prompt", "question", "query", "context", "instruction", "input"}
-
-
+# Words of the names of two columns of which the first holds the better answers
+_BETTER_AND_WORSE = (
+    ("chosen", "rejected"),
+    ("better", "worse"),
+    ("good", "bad"),
+    ("best", "worst"),
+    ("positive", "negative"),
+    ("pos", "neg"),
+    ("preferred", "dispreferred"),
+    ("preferred", "non_preferred"),
+    ("preferred", "rejected"),
+    ("accepted", "rejected"),
+    ("winning", "losing"),
+    ("winner", "loser"),
+    ("win", "lose"),
+)
+_ANSWER_WORDS = re.compile(
+    r"response|answer|output|completion|generation|summary|reply|text|option|candidate|caption"
+    r"|conversation|translation"
+)
 _PAIR = "prompt chosen rejected"  # columns that are no sign of one data set
+
+
+class Choice(NamedTuple):
+    """Flags that read the rows rightly if a condition holds, of which only their owner knows."""
+
+    condition: str  # half of a sentence
+    flags: dict[str, str]
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Ways out, each a half of a sentence or "". `sets`: the data sets of DeepSpeed-Chat that have
-    these columns; `spaced_sets`: those of ordinary pairs that put a space before an answer."""
+    """Ways out. `sets`: the data sets of DeepSpeed-Chat that have these columns; `spaced_sets`:
+    those of ordinary pairs that put a space before an answer."""
 
     sets: tuple[str, ...] = ()
     spaced_sets: tuple[str, ...] = ()
-    pairs: str = ""  # two answers, and which one is better
-    labels: str = ""  # the label of single answers
+    pairs: tuple[Choice, ...] = ()  # two answers, and which one is better
+    verdict: str = ""  # the column that seems to say it
+    labels: tuple[Choice, ...] = ()  # the label of single answers
     has_steps: bool = False
 
+    def choices_for(self, use: Use | None) -> tuple[Choice, ...]:
+        """Flags for a use (None: for any), unless a data set of DeepSpeed-Chat says more."""
+        if self._sets_for(use):
+            return ()
+        if use == "unpaired":
+            return self.labels + self.pairs
+        if use in ("preference", None):
+            return self.pairs
+        return ()
+
     def for_use(self, use: Use) -> str:
-        """What makes rows that serve a use."""
+        """What makes rows that serve a use, where no flags have been tried that do."""
         if use == "steps":
             return _OF_STEPS
-        known = self.sets
-        if use in ("preference", "unpaired"):
-            known = tuple(name for name in self.sets if SETS[name].rejected is not None)
+        known = self._sets_for(use)
         if known:
             return as_known_set(known)
-        if use == "unpaired" and self.labels:
-            return self.labels
-        if use in ("preference", "unpaired") and self.pairs:
-            return self.pairs
-        return NAME_THEM
+        return self._by_names
+
+    def _sets_for(self, use: Use | None) -> tuple[str, ...]:
+        """The data sets of DeepSpeed-Chat that serve a use."""
+        if use in ("preference", "unpaired"):
+            return tuple(name for name in self.sets if SETS[name].rejected is not None)
+        return self.sets
 
     @property
     def for_any(self) -> str:
@@ -61,7 +104,36 @@ class Advice:
             return as_known_set(self.sets)
         if self.has_steps:
             return _OF_STEPS
-        return self.pairs or NAME_THEM
+        return self._by_names
+
+    @property
+    def _by_names(self) -> str:
+        """The flags that name columns, where the columns themselves say too little."""
+        if self.pairs:
+            return f"{OWN_FUNCTION} can read them"
+        if self.verdict:
+            return (
+                f"if '{self.verdict}' says which of two answers is better, name them with"
+                f" --chosen_column and --rejected_column, and --better_column {self.verdict}"
+            )
+        return _NAME_THEM
+
+
+def words_of(choices: Sequence[Choice]) -> str:
+    """The choices in a message."""
+    return "; ".join(f"{choice.condition}: {named_flags(choice.flags)}" for choice in choices)
+
+
+def named_flags(flags: dict[str, Any]) -> str:
+    """Flags as a command line has them."""
+    words = list[str]()
+    for name, value in flags.items():
+        words.append(f"--{name}")
+        if isinstance(value, list):
+            words += value
+        else:
+            words.append(str(value))
+    return " ".join(words)
 
 
 def as_known_set(sets: tuple[str, ...]) -> str:
@@ -79,61 +151,91 @@ def advice_for(columns: list[str], rows: list[Row]) -> Advice:
     spaced: tuple[str, ...] = ()
     if all(isinstance(row.get(column), str) for row in rows for column in _PAIR.split()):
         spaced = tuple(name for name in known if SETS[name].chosen == " {chosen}")
+    pairs, verdict = _of_pairs(columns, rows)
     return Advice(
         sets,
         spaced,
-        pairs=_of_pairs(columns, rows),
+        pairs,
+        verdict,
         labels=_of_labels(columns, rows),
         has_steps="steps" in columns,
     )
 
 
-def _of_pairs(columns: list[str], rows: list[Row]) -> str:
-    """The flags for two answers and a verdict, or for a list of answers."""
-    answers = _two_answers(columns, rows) or _two_of_list(columns, rows)
-    verdicts = []
+def _of_pairs(columns: list[str], rows: list[Row]) -> tuple[tuple[Choice, ...], str]:
+    """(the flags for two answers and a verdict, or for a list of answers; the column that seems to
+    be the verdict, or "")."""
+    named = _named_better_and_worse(columns, rows)
+    answers = named or _two_answers(columns, rows) or _two_of_list(columns, rows)
+    verdicts = [",".join(pair) for pair in NUMBERS if set(pair) <= set(columns)]
     for column in columns:
         values = [row[column] for row in rows if row.get(column) is not None]
-        is_known = answers is not None or column in CLEAR_VERDICTS
-        if is_known and column not in (answers or ()) and may_be_verdicts(column, values):
+        if column in (answers or ()):
+            continue
+        if answers is not None and say_which(values, answers):
             verdicts.append(column)
-    of_numbers = [",".join(pair) for pair in NUMBERS if set(pair) <= set(columns)]
-    verdict = next(iter(of_numbers or verdicts), None)
-    first, second = answers or ("FIRST", "SECOND")
-    has_prompt = bool(_PROMPTS & set(columns)) or any(
-        looks_like_messages(row.get(first)) for row in rows
-    )
-    prompt = "" if has_prompt else "--prompt_column PROMPT "
-    flags = f"{prompt}--chosen_column {first} --rejected_column {second}"
-    if verdict is not None:
-        return f"if '{verdict}' says which answer is better: {flags} --better_column {verdict}"
+        elif column in CLEAR_VERDICTS or (answers is not None and named is None):
+            if may_be_verdicts(column, values):
+                verdicts.append(column)
+    verdict = next(iter(verdicts), "")
     if answers is None:
-        return ""
-    return (
-        f"if '{first}' is always the better answer: {flags}; if a column says which one is better:"
-        " these flags and --better_column COLUMN"
-    )
+        return (), verdict
+    first, second = answers
+    flags = {"chosen_column": first, "rejected_column": second}
+    choices = [
+        Choice(f"if '{each}' says which answer is better", {**flags, "better_column": each})
+        for each in verdicts
+    ]
+    if not choices:
+        choices.append(Choice(f"if '{first}' is always the better answer", flags))
+    return tuple(choices), verdict
 
 
-def _two_answers(columns: list[str], rows: list[Row]) -> tuple[str, str] | None:
-    """Two columns of texts or messages whose names differ in their ends."""
-    for first, second in product(columns, columns):
-        for first_end, second_end in SIDES:
-            stem = first.removesuffix(first_end)
-            has_ends = first == stem + first_end and second == stem + second_end
-            is_pair = has_ends and stem not in _NO_ANSWERS
-            values = [row.get(column) for row in rows for column in (first, second)]
-            if is_pair and all(isinstance(value, str | list) for value in values):
+def _named_better_and_worse(columns: list[str], rows: list[Row]) -> tuple[str, str] | None:
+    """Two columns whose names say that one has the better answers: `good_answer`, `bad_answer`."""
+    for better, worse in _BETTER_AND_WORSE:
+        for first, second in permutations(columns, 2):
+            is_word = re.search(rf"(^|_){better}(_|$)", first.lower())
+            is_other = first.lower().replace(better, worse, 1) == second.lower()
+            is_form = first == "chosen"  # which needs no flags
+            if is_word and is_other and not is_form and _hold_answers(rows, first, second):
                 return first, second
     return None
 
 
+def _two_answers(columns: list[str], rows: list[Row]) -> tuple[str, str] | None:
+    """Two columns of texts or messages whose names differ in their ends: `a` and `b`, or if names
+    tell of answers any letter, number or word."""
+    for first, second in permutations(columns, 2):
+        for first_end, second_end in SIDES:
+            stem = first.removesuffix(first_end)
+            has_ends = first == stem + first_end and second == stem + second_end
+            if has_ends and stem not in _NO_ANSWERS and _hold_answers(rows, first, second):
+                return first, second
+    stems = dict[str, list[str]]()
+    for column in columns:
+        stem, _, end = column.rpartition("_")
+        if end and _ANSWER_WORDS.search(stem.lower()) and _hold_answers(rows, column, column):
+            stems.setdefault(stem, []).append(column)
+    for of_stem in stems.values():
+        if len(of_stem) == 2:
+            return of_stem[0], of_stem[1]
+    return None
+
+
+def _hold_answers(rows: list[Row], first: str, second: str) -> bool:
+    """Whether two columns hold texts or lists in all rows."""
+    values = [row.get(column) for row in rows for column in (first, second)]
+    return bool(values) and all(isinstance(value, str | list) for value in values)
+
+
 def _two_of_list(columns: list[str], rows: list[Row]) -> tuple[str, str] | None:
     """The first answer of a list of texts, or of objects with a text, and the second one, or all
-    others if most lists have more."""
+    others if most lists have more. Messages of a conversation are no answers."""
     for column in columns:
         lists = [json_value(row.get(column)) for row in rows]
-        if column == "steps" or not all(isinstance(one, list) for one in lists):
+        is_list = all(isinstance(one, list) for one in lists)
+        if column == "steps" or not is_list or any(map(looks_like_messages, lists)):
             continue
         entries = [entry for one in lists for entry in one]
         if entries and all(isinstance(entry, str) for entry in entries):
@@ -147,13 +249,16 @@ def _two_of_list(columns: list[str], rows: list[Row]) -> tuple[str, str] | None:
     return None
 
 
-def _of_labels(columns: list[str], rows: list[Row]) -> str:
-    """The flag for a column whose values may say whether an answer is good."""
+def _of_labels(columns: list[str], rows: list[Row]) -> tuple[Choice, ...]:
+    """The flag for the columns whose values may say whether an answer is good."""
+    return tuple(
+        Choice(f"if '{column}' says whether an answer is good", {"label_column": column})
+        for column in _with_labels(columns, rows)
+    )
+
+
+def _with_labels(columns: list[str], rows: list[Row]) -> Iterator[str]:
     for column in columns:
         values = {str(row.get(column)).strip().lower() for row in rows} - {"none"}
         if values and values <= set(LABELS):
-            return (
-                f"if '{column}' says whether an answer is good, --label_column {column} (any column"
-                " of true and false, good and bad, ...)"
-            )
-    return ""
+            yield column

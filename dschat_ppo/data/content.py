@@ -17,13 +17,17 @@ SYSTEM_COLUMNS = "system", "system_prompt", "system_message"
 # Columns that no flag can name, and that say what the model sees or what is trained
 ALWAYS_CONTENT = {*PICTURES, *WEIGHTS, *THOUGHTS, "history", "functions", "rejected_messages"}
 # What a question is about, or what it leaves to choose from
-_OF_QUESTIONS = {"passage", "passages", "document", "documents", "article", "choices", "options"}
+OF_QUESTIONS = {
+    *("context", "passage", "passages", "document", "documents", "article", "choices", "options")
+}
+# Columns that hold a prompt or a part of one
+OF_PROMPTS = OF_QUESTIONS | {"prompt", "question", "query", "instruction", "input", "problem"}
 # Columns that may hold the prompt or the answers of a row in some form. What only rewards use is
 # not among them, nor are names that mostly stand for who asked, and which model answered.
 CONTENT = (
     ALWAYS_CONTENT
-    | {"context", "tools", *SYSTEM_COLUMNS}
-    | _OF_QUESTIONS
+    | {"tools", *SYSTEM_COLUMNS}
+    | OF_QUESTIONS
     | {
         name
         for kind in KINDS.values()
@@ -54,6 +58,7 @@ _OF_AN_ANSWER = re.compile(
     r"(^|_)(solution|code|rationale|cot|chain_of_thought|explanation|reasoning|thinking|thought"
     r"|generation|derivation|trajectory|target)s?$|(^|_)trajectories$"
 )
+_MOST_OF_SWITCH = 30  # characters
 _OF_TESTS = re.compile(r"^(test|unit|challenge|is|has|num)_")
 _WORDS_OR_CODE = re.compile(r"\S\s+\S|[(){}=]")
 
@@ -96,6 +101,14 @@ def is_content(column: str, value: Any) -> bool:
     if names_an_answer(column):
         return bool(_WORDS_OR_CODE.search("\n".join(lines_of(json_value(value)))))
     return value not in (None, "", [], {})
+
+
+def is_switch(values: list[Any]) -> bool:
+    """Whether values of a column are few and short, each in many rows, as of a flag
+    (`thinking on`)."""
+    distinct = {str(value).strip().lower() for value in values}
+    is_short = all(len(word) <= _MOST_OF_SWITCH for word in distinct)
+    return is_short and 4 * len(distinct) <= len(values)
 
 
 def lines_of(value: Any) -> list[str]:

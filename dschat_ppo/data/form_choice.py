@@ -12,7 +12,7 @@ from pathlib import Path
 from dschat_ppo.common.own_functions import file_named, own_function
 from dschat_ppo.config.data_flags import DataFlags, Use
 from dschat_ppo.config.schema import is_own_function
-from dschat_ppo.data.advice import as_known_set
+from dschat_ppo.data.advice import Choice, as_known_set
 from dschat_ppo.data.content import (
     SYSTEM_COLUMNS,
     is_of_rewards,
@@ -23,8 +23,8 @@ from dschat_ppo.data.form_kinds import FORMS, KINDS, Kind, set_named
 from dschat_ppo.data.form_rendering import Candidate, rendering_of
 from dschat_ppo.data.form_sample import Sample, exists, quoted_names, sample_of
 from dschat_ppo.data.forms import Form, UnreadError, rows_made
-from dschat_ppo.data.readings import tried_ways
-from dschat_ppo.data.verdicts import Scale, scale_of
+from dschat_ppo.data.readings import Trial
+from dschat_ppo.data.verdicts import OWN_FUNCTION, Scale, UnclearVerdictError, scale_of
 from dschat_ppo.errors import UserError
 
 FIRST_ROWS = 20
@@ -52,17 +52,25 @@ def detect_form(
         form.check_unused(rows, use)
         if use is not None:
             form.require(use)
+        if use == "sft":
+            form.require_answers(rows)
         return form
 
     try:
         return detect(flags)
     except UnreadError as problem:
+        trial = Trial(detect, columns, rows, flags)
+        choices = problem.choices
+        if use == "steps":
+            choices = ()
         ways = list[str]()
+        if problem.is_sure or use not in ("sft", "prompt"):
+            ways = trial.choices(choices, use)
         if not problem.is_sure and (problem.lost or use is not None):
             uses: tuple[Use, ...] = ("sft", "prompt") if use is None else (use,)
             for each_use in uses:
-                ways = ways or tried_ways(detect, columns, rows, flags, each_use, problem.lost)
-        ways = ways or [problem.way]
+                ways = ways or trial.ways(each_use, problem.lost)
+        ways = ways or trial.choices(choices, use) or [problem.way]
         where = f"{name}: " if problem.lost else ""
         raise UserError(f"{where}{problem.what}; {'; '.join(ways)}") from None
 
@@ -119,7 +127,6 @@ def _completed(sample: Sample, chosen: Candidate) -> Form:
     rendering, about_prompts, warning = rendering_of(
         name, chosen, sample.has_template, flags, advice
     )
-    row_way = ""
     if not chosen.fits:
         if advice.sets and not sample.of_content:
             raise UserError(
@@ -128,14 +135,12 @@ def _completed(sample: Sample, chosen: Candidate) -> Form:
             )
         way = "--prompt_column, ... name other columns"
         warning = f"most of the first rows do not fit the form {kind.name}; {way}"
-        if kind.name == "ranked" and advice.pairs:  # answers without scores
-            row_way = advice.pairs
     system = sample.by_flag.get("system")
     if flags.system_column is None and not kind.is_known_set:
         system = next((column for column in SYSTEM_COLUMNS if column in columns), None)
-    truth, pattern = correct_answer(sample, chosen.form)
+    truth = correct_answer(sample, chosen.form)
     by_role = chosen.form.columns
-    if truth is None and kind.name == "problem_solution":
+    if truth.column is None and kind.name == "problem_solution":
         by_role = {role: column for role, column in by_role.items() if role != "truth"}
     has_variables = rendering == "chat" and VARIABLES_COLUMN in columns
     form = replace(
@@ -146,12 +151,13 @@ def _completed(sample: Sample, chosen: Candidate) -> Form:
         system=system,
         tools="tools" if "tools" in columns and not kind.is_known_set else None,
         variables=VARIABLES_COLUMN if has_variables else None,
-        truth=truth,
-        truth_pattern=pattern,
+        truth=truth.column,
+        truth_pattern=truth.pattern,
+        truth_is_optional=truth.is_optional,
         system_message=flags.system_message if rendering == "chat" else None,
         names=sample.names,
         advice=advice,
-        row_way=row_way,
+        is_unscored=kind.name == "ranked" and not chosen.fits and bool(advice.pairs),
         warning=warning,
         about=f"{name}: has the columns {quoted_names(columns)}, read as form {kind.name}",
     )
@@ -273,6 +279,7 @@ def _candidates(sample: Sample) -> Iterator[Candidate]:
             f"{sample.name}: has the columns {quoted_names(sample.columns)}, which {what}",
             f"{sample.advice.for_any}{hint}",
             is_sure=bool(sample.advice.sets),
+            choices=() if sample.advice.sets else sample.advice.pairs + sample.advice.labels,
         )
     # whose reader says what is wrong with each row
     closest = max(reversed(left), key=_closeness)
@@ -320,5 +327,13 @@ def _scale(name: str, located: dict[str, str], rows: list[Row], by_flag: dict[st
     try:
         answers = located["first"], located["second"]
         return scale_of(values, column, answers, is_named="better" in by_flag)
+    except UnclearVerdictError as problem:
+        names = ("chosen_column", "rejected_column", "better_column")
+        choices = [
+            Choice(condition, dict(zip(names, paths, strict=True)))
+            for condition, paths in problem.readings
+        ]
+        way = f"{OWN_FUNCTION} can read it"
+        raise UnreadError(f"{name}: {problem}", way, is_sure=True, choices=choices) from None
     except UserError as problem:
         raise UserError(f"{name}: {problem}") from None

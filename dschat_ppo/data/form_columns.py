@@ -3,7 +3,7 @@ answer, those whose content would be lost, and what the log says of them."""
 
 from __future__ import annotations
 
-from itertools import product
+from typing import NamedTuple
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.advice import as_known_set
@@ -14,32 +14,71 @@ from dschat_ppo.data.content import (
     is_of_rewards,
     names_an_answer,
 )
-from dschat_ppo.data.examples import field_at, has_value
+from dschat_ppo.data.examples import Row, field_at, has_value
 from dschat_ppo.data.form_kinds import SETS
-from dschat_ppo.data.form_sample import Sample, quoted_names
+from dschat_ppo.data.form_sample import Sample, exists, quoted_names
 from dschat_ppo.data.forms import Form
 from dschat_ppo.data.verdicts import MEANINGS, TURNING, VERDICT_ROLES
 
+# Columns that hold the correct answer beside a prompt, the likeliest first
+_TRUTHS = (
+    "ground_truth",
+    "reward_model.ground_truth",
+    "answer",
+    "gold",
+    "gold_answer",
+    "correct_answer",
+    "reference_answer",
+    "expected_answer",
+    "final_answer",
+    "solution",
+)
+_GSM8K = r"(?s).*####\s*(.*?)\s*$"
 
-def correct_answer(sample: Sample, form: Form) -> tuple[str | None, str | None]:
-    """(column of the correct answer, pattern that finds it there). Beside a solution, a short
-    `answer` is the correct one; a long one is another answer."""
+
+class CorrectAnswer(NamedTuple):
+    """Where the correct answer stands, for reward functions. `pattern` finds it in its column;
+    `is_optional`: rows may lack it, since the name of the column alone tells of it."""
+
+    column: str | None = None
+    pattern: str | None = None
+    is_optional: bool = False
+
+
+def correct_answer(sample: Sample, form: Form) -> CorrectAnswer:
+    """The correct answer that a flag names, that a form knows, or else that a column beside the
+    prompt holds. Beside a solution, a short `answer` is the correct one; a long one is another
+    answer."""
     if "answer" in sample.by_flag:
-        return sample.by_flag["answer"], sample.flags.answer_pattern
+        return CorrectAnswer(sample.by_flag["answer"], sample.flags.answer_pattern)
+    if form.kind.is_known_set or "prompt" not in form.uses:
+        return CorrectAnswer()
     answer = form.columns.get("truth")
     if form.name == "question_answer":
         answer = form.columns["response"]
-    elif form.name != "problem_solution":
-        return answer, None
-    values = {column: "" for column in (answer, form.columns["response"]) if column}
-    for row, column in product(sample.rows, values):
-        if has_value(row, column):
-            values[column] += str(field_at(row, column))
-    if answer is None or len(values[answer]) > len(values[form.columns["response"]]):
-        return None, None
-    if "####" in values[answer]:  # as in GSM8K
-        return answer, r"(?s).*####\s*(.*?)\s*$"
-    return answer if answer == "answer" else None, None
+        if "####" in _text_of(sample.rows, answer):
+            return CorrectAnswer(answer, _GSM8K)
+        return CorrectAnswer(answer if answer == "answer" else None)
+    if form.name == "problem_solution":
+        solution = form.columns["response"]
+        if answer is None or not _text_of(sample.rows, answer):
+            return CorrectAnswer(solution, is_optional=True)
+        if len(_text_of(sample.rows, answer)) > len(_text_of(sample.rows, solution)):
+            return CorrectAnswer()
+    if answer is None:
+        used = form.used_columns
+        for path in _TRUTHS:
+            is_free = path.split(".")[0] not in used and exists(path, sample.columns, sample.rows)
+            if is_free and _text_of(sample.rows, path):
+                pattern = _GSM8K if "####" in _text_of(sample.rows, path) else None
+                return CorrectAnswer(path, pattern, is_optional=True)
+    return CorrectAnswer(answer)
+
+
+def _text_of(rows: list[Row], path: str) -> str:
+    """The values of a column, or of a field inside it, as one text."""
+    values = [field_at(row, path) for row in rows if has_value(row, path)]
+    return "".join(map(str, values))
 
 
 def watched_columns(sample: Sample, form: Form) -> set[str]:
@@ -87,7 +126,12 @@ def about_columns(form: Form, columns: list[str], flags: DataFlags) -> list[str]
     if form.variables:
         facts.append(f"variables of the chat template from '{form.variables}'")
     used = form.used_columns
-    unused = [column for column in columns if column not in used and not column.startswith("_")]
+    truth_column = (form.truth or "").split(".")[0]
+    unused = [
+        column
+        for column in columns
+        if column not in used and column != truth_column and not column.startswith("_")
+    ]
     if unused and not form.kind.is_known_set:
         facts.append(f"other columns: {quoted_names(unused)}")
     if form.truth:

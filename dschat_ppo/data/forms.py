@@ -16,11 +16,12 @@ from typing import Any, Literal
 
 from dschat_ppo.common.own_functions import own_function, running_own
 from dschat_ppo.config.data_flags import DataFlags, Use
-from dschat_ppo.data.advice import Advice
+from dschat_ppo.data.advice import FOR_STEP_3, Advice, Choice, words_of
 from dschat_ppo.data.cells import Cells, JudgedAnswer, Prompt
 from dschat_ppo.data.content import NO_COPIES, all_in, is_content, is_of_rewards, lines_of
 from dschat_ppo.data.examples import (
     CONTEXT,
+    ROLES,
     Example,
     Row,
     checked,
@@ -52,16 +53,24 @@ _NEEDED = {
 
 
 class UnreadError(UserError):
-    """A data set that is not read as it is. `what` is wrong; `way` leads out, where no flags do
-    that have been tried (`readings.py`), or in their place if it `is_sure`. `lost`: the columns
-    whose content would be lost."""
+    """A data set that is not read as it is. `what` is wrong; `choices` may lead out, which are to
+    be tried (`readings.py`), and `way` where no flags do, or in their place if it `is_sure`.
+    `lost`: the columns whose content would be lost."""
 
-    def __init__(self, what: str, way: str, lost: Sequence[str] = (), is_sure: bool = False):
-        super().__init__(f"{what}; {way}")
+    def __init__(
+        self,
+        what: str,
+        way: str,
+        lost: Sequence[str] = (),
+        is_sure: bool = False,
+        choices: Sequence[Choice] = (),
+    ):
+        super().__init__(f"{what}; {words_of(choices) or way}")
         self.what = what
         self.way = way
         self.lost = tuple(lost)
         self.is_sure = is_sure
+        self.choices = tuple(choices)
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,7 @@ class Form:
     truth: str | None = None
     # finds the correct answer in that column; None takes the whole value
     truth_pattern: str | None = None
+    truth_is_optional: bool = False  # where the name of its column alone tells of it
     system_message: str | None = None
     # further names of roles in messages -> roles
     role_names: dict[str, str] = field(default_factory=dict)
@@ -92,7 +102,8 @@ class Form:
     warning: str = field(default="", repr=False)  # what may be wrong with it
     names: tuple[str, ...] = field(default=(), repr=False)  # all columns of the data set
     advice: Advice = field(default=Advice(), repr=False)  # for messages
-    row_way: str = field(default="", repr=False)  # for messages about rows
+    # lists of answers without scores or ranks, of which no step but the third can learn
+    is_unscored: bool = field(default=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -105,8 +116,11 @@ class Form:
 
     @property
     def used_columns(self) -> set[str]:
-        """The columns of the data set that the form reads."""
-        paths = (*self.columns.values(), self.system, self.tools, self.variables, self.truth)
+        """The columns of the data set that the form reads; not a correct answer that no form knows,
+        which the first step would lose."""
+        paths = [*self.columns.values(), self.system, self.tools, self.variables]
+        if not self.truth_is_optional:
+            paths.append(self.truth)
         used = {path.split(".")[0] for path in paths if path}
         if "rejected" in self.columns:
             return used | {"margin"}
@@ -125,12 +139,38 @@ class Form:
     def require(self, use: Use) -> None:
         """Refuse a use that the form does not serve. The message lists the columns and what the
         step needs."""
-        if use not in self.uses:
-            way = self.advice.for_use(use)
-            if self.kind.labelled and use == "preference":
-                way = "answers with labels are for --objective kto"
-            what = f"{self.about}; this step needs {_NEEDED[use]}"
-            raise UnreadError(what, way, is_sure=bool(self.advice.sets))
+        choices = self.advice.choices_for(use)
+        way = self.advice.for_use(use)
+        if self.is_unscored and use != "prompt":
+            what = f"{self.about}; its answers have no scores or ranks"
+            raise UnreadError(what, way, choices=self.advice.pairs)
+        if use in self.uses:
+            return
+        what = f"{self.about}; this step needs {_NEEDED[use]}"
+        if self.kind.labelled and use == "preference":
+            way = "answers with labels are for --objective kto"
+            choices = ()
+        elif self.uses == ("prompt",) and use != "steps" and not self.advice.sets:
+            what = f"{what}, and no response is there to train on"
+            way = FOR_STEP_3
+        raise UnreadError(what, way, is_sure=bool(self.advice.sets), choices=choices)
+
+    def require_answers(self, rows: Sequence[Row]) -> None:
+        """Refuse conversations for step 1 that all end with a question: prompts without a response,
+        as for GRPO."""
+        path = self.columns.get("messages")
+        if path is None or {"response", "chosen"} & set(self.columns) or not rows:
+            return
+        for row in rows:
+            turns = json_value(field_at(row, path)) if has_value(row, path) else None
+            last = turns[-1] if isinstance(turns, list) and turns else None
+            if not isinstance(last, dict):
+                return
+            name = str(last.get("role", last.get("from"))).strip().lower()
+            if (ROLES | self.role_names).get(name) != "user":
+                return
+        what = f"{self.about}; no conversation of the first rows ends with a response to train on"
+        raise UnreadError(what, FOR_STEP_3)
 
     def read(self, row: Row, use: Use) -> list[Example]:
         """The examples of one row, none or more, all with the same prompt. `UserError`, without the
@@ -141,11 +181,7 @@ class Form:
             rows = rows_made(self.function, row)
         examples = list[Example]()
         for each in rows:
-            try:
-                bare_examples = self.examples_of(each, use)
-            except UserError as problem:
-                way = f"; {self.row_way}" if self.row_way else ""
-                raise UserError(f"{problem}{way}") from None
+            bare_examples = self.examples_of(each, use)
             if bare_examples:
                 examples += self._with_columns(bare_examples, each, use)
             self.check_unused([each], use)
@@ -163,7 +199,8 @@ class Form:
         if "rejected" in self.columns:
             margin = margin_of(row)
         truth = None
-        if self.truth and (use == "prompt" or has_value(row, self.truth)):
+        is_asked = use == "prompt" and not self.truth_is_optional
+        if self.truth and (is_asked or has_value(row, self.truth)):
             truth = truth_of(row, self.truth, self.truth_pattern)
         tools = self._tools_of(row)
         return [
@@ -297,22 +334,22 @@ class Form:
         any)."""
         lost = dict[str, Any]()
         for row in rows:
-            for column, value in self._lost_in(row).items():
+            for column, value in self.lost_in(row).items():
                 if use != "prompt" or not is_of_rewards(column):
                     lost.setdefault(column, value)
         if not lost:
             return
         of_pairs = [column for column in lost if column in _OF_PAIRS or column in TURNING]
-        is_sure = bool(of_pairs and self.advice.pairs)  # other flags may train pairs upside down
-        column = of_pairs[0] if is_sure else next(iter(lost))
+        choices = list[Choice]()
+        column = next(iter(lost))
+        if of_pairs:  # other flags may train pairs upside down
+            column = of_pairs[0]
+            choices += self.advice.pairs
+        if choices and column not in _OF_PAIRS and "chosen" in self.columns:
+            condition = f"if '{self.columns['chosen']}' is always the better answer"
+            choices.append(Choice(condition, {"ignore_columns": " ".join(lost)}))
         value = lost[column]
-        flag = f"--ignore_columns {' '.join(lost)}"
-        if column in _OF_PAIRS and self.advice.pairs:
-            way = self.advice.pairs
-        elif column in TURNING and self.advice.pairs:
-            way = f"{self.advice.pairs}; {flag} leaves out the column"
-        else:
-            way = f"{flag} leaves out the column"
+        way = f"--ignore_columns {' '.join(lost)} leaves out the column"
         further_columns = [repr(name) for name in lost if name != column]
         further = f" (nor {', '.join(further_columns)})" if further_columns else ""
         raise UnreadError(
@@ -320,10 +357,11 @@ class Form:
             f" use{further}",
             way,
             list(lost),
-            is_sure,
+            is_sure=bool(choices),
+            choices=choices,
         )
 
-    def _lost_in(self, row: Row) -> dict[str, Any]:
+    def lost_in(self, row: Row) -> dict[str, Any]:
         """The columns whose content the form does not use, with it. It is no loss if its lines are
         in the columns that are used (a conversation next to its prompt and answer), or if it holds
         all of these but the rejected answer (the same as one text)."""

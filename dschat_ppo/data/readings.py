@@ -3,14 +3,23 @@ have been tried."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice, product
-from typing import Any
+from typing import Any, NamedTuple
 
 from dschat_ppo.config.data_flags import DataFlags, Use
-from dschat_ppo.data.content import SYSTEM_COLUMNS, names_an_answer
+from dschat_ppo.data.advice import Choice, named_flags
+from dschat_ppo.data.content import (
+    OF_PROMPTS,
+    OF_QUESTIONS,
+    SYSTEM_COLUMNS,
+    is_content,
+    is_switch,
+    names_an_answer,
+)
 from dschat_ppo.data.examples import (
     Row,
     field_at,
@@ -34,41 +43,199 @@ _ANSWERS = (
 ).split()
 _DIALOGUES = ("data", "dialogue", "dialog", "chat", "turns", "conversation", "conversations")
 _ROUNDS = 4  # of columns that are ignored, until the rest is read
+# Columns of prompts that forms know by themselves
+_OF_FORMS = {"prompt", "question", "query", "context", "instruction", "input", "messages"}
+_OF_STEPS = re.compile(
+    r"label|rating|error|wrong|mistake|correct|score|reward|judg|verdict|annot|feedback|valid"
+)
+_OF_A_STEP = re.compile(r"error|wrong|mistake|incorrect|label")  # the number of one step
 
 
-def tried_ways(
-    detect: Callable[[DataFlags], Form],
-    columns: list[str],
-    rows: list[Row],
-    flags: DataFlags,
-    use: Use,
-    lost: Sequence[str],
-) -> list[str]:
-    """Halves of sentences with flags by which `detect` reads these rows for a use, and what is then
-    read: at most `MOST_WAYS` different readings. `lost` are the columns whose content would be lost
-    without them, if that is what is wrong."""
-    if not lost and use not in ("sft", "prompt"):
-        return []
-    columns = [column for column in columns if column not in flags.ignore_columns]
-    if lost:
-        changes = _with_lost(columns, rows, flags, use, lost)
-    else:
-        changes = _with_names(columns, rows, use)
-    ways = dict[tuple[str, ...], str]()
-    for column in columns:
-        if not lost and any(_is_transcript(row.get(column)) for row in rows):
-            ways[column, ""] = (
-                f"'{column}' is a conversation in one text: --data_format FILE.py:FUNCTION makes"
-                " messages of it, as transcripts.py in docs/extending.md"
+class Reading(NamedTuple):
+    """What flags read.
+
+    Attributes:
+        flags: The flags, with those that leave out columns.
+        columns: The columns that are read.
+        dropped: Columns with content of the prompt that are left out.
+    """
+
+    flags: dict[str, Any]
+    columns: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Rows with which flags are tried. `detect` finds the form that further flags give them."""
+
+    detect: Callable[[DataFlags], Form]
+    columns: list[str]
+    rows: list[Row]
+    flags: DataFlags
+
+    def choices(self, choices: Sequence[Choice], use: Use | None) -> list[str]:
+        """Those of the choices that read most rows for a use, with a flag for the prompt if one is
+        needed."""
+        ways = list[str]()
+        for choice in choices:
+            for prompt in self._prompts_beside(choice):
+                reading = self._read_with({**prompt, **choice.flags}, use or "preference")
+                if reading is not None:
+                    ways.append(f"{choice.condition}: {named_flags(reading.flags)}")
+                    break
+        return ways
+
+    def ways(self, use: Use, lost: Sequence[str]) -> list[str]:
+        """Halves of sentences with flags that read the rows for a use, and what is then read: at
+        most `MOST_WAYS` different readings, those first that read all of the prompt. `lost` are the
+        columns whose content would be lost without them, if that is what is wrong."""
+        columns = [column for column in self.columns if column not in self.flags.ignore_columns]
+        ways = list[str]()
+        if use == "steps":
+            changes = _with_steps(columns, self.rows)
+        elif lost:
+            changes = _with_lost(columns, self.rows, self.flags, use, lost)
+        elif use in ("sft", "prompt"):
+            changes = _with_names(columns, self.rows, use)
+            for column in columns:
+                if any(_is_transcript(row.get(column)) for row in self.rows):
+                    ways.append(
+                        f"'{column}' is a conversation in one text: --data_format FILE.py:FUNCTION"
+                        " makes messages of it, as transcripts.py in docs/extending.md"
+                    )
+        else:
+            return []
+        readings = dict[tuple[str, ...], Reading]()
+        for change in changes:
+            reading = self._read_with(change, use)
+            if reading is not None:
+                readings.setdefault(reading.columns, reading)
+            if len(readings) + len(ways) == MOST_WAYS:
+                break
+        whole = [reading for reading in readings.values() if not reading.dropped]
+        of_questions = [column for column in lost if column in OF_QUESTIONS]
+        if of_questions and not whole:
+            ways.append(
+                f"--data_format FILE.py:FUNCTION can put '{of_questions[0]}' into the prompt"
+                " (docs/extending.md)"
             )
-    for change in changes:
-        way = _tried(detect, rows, flags, use, change)
-        if way is not None:
-            reading, words = way
-            ways.setdefault(reading, words)
-        if len(ways) == MOST_WAYS:
-            break
-    return list(ways.values())
+        for reading in sorted(readings.values(), key=lambda one: bool(one.dropped)):
+            # what a question is about may be left out, but not the question
+            if of_questions and not set(reading.dropped) <= set(lost):
+                continue
+            ways.append(_words_of(reading))
+        return ways
+
+    def _prompts_beside(self, choice: Choice) -> Iterator[dict[str, str]]:
+        """Flags for the prompt beside those of a choice: none where a form knows the prompt or the
+        answers hold it, or else the columns that may be one, the likeliest first."""
+        first = next(iter(choice.flags.values()))
+        answers = [json_value(field_at(row, first)) for row in self.rows if has_value(row, first)]
+        named = {column.lower() for column in self.columns}
+        if self.flags.prompt_column or any(map(looks_like_messages, answers)):
+            yield {}
+            return
+        if named & _OF_FORMS:
+            yield {}
+        taken = {path.split(".")[0] for paths in choice.flags.values() for path in paths.split(",")}
+        lengths = dict[str, int]()
+        for column in self.columns:
+            if column in taken or column in self.flags.ignore_columns:
+                continue
+            for path in _texts_in(column, self.rows):
+                texts = [str(field_at(row, path)) for row in self.rows if has_value(row, path)]
+                if 2 * sum(" " in text.strip() for text in texts) >= len(self.rows):
+                    lengths[path] = sum(map(len, texts))
+        ranks = {name: rank for rank, name in enumerate(_PROMPTS)}
+        for path in sorted(
+            lengths, key=lambda one: (ranks.get(one.lower(), len(ranks)), -lengths[one])
+        ):
+            yield {"prompt_column": path}
+        if not named & _OF_FORMS:
+            yield {}
+
+    def _read_with(self, change: dict[str, Any], use: Use) -> Reading | None:
+        """What is read with further flags; None if most rows are not. Columns that no form reads
+        beside them are left out by a flag."""
+        named = {name: value for name, value in change.items() if name != "ignore_columns"}
+        for name, value in named.items():
+            if getattr(self.flags, name) not in (None, "auto", value):
+                return None
+        ignored = [*self.flags.ignore_columns, *str(change.get("ignore_columns", "")).split()]
+        form = None
+        for _ in range(_ROUNDS):
+            try:
+                form = self.detect(replace(self.flags, **named, ignore_columns=ignored))
+            except UnreadError as problem:
+                roots = {str(path).split(".")[0] for path in named.values()}
+                if not problem.lost or roots & set(problem.lost):
+                    return None
+                ignored += problem.lost
+                continue
+            except UserError:
+                return None
+            unread = self._unread_of_prompt(form, ignored)
+            if not unread:
+                break
+            ignored += unread
+            form = None
+        if form is None or not self._reads_most(form, ignored, use):
+            return None
+        further = ignored[len(self.flags.ignore_columns) :]
+        flags = dict(named)
+        if further:
+            flags["ignore_columns"] = further
+        roles = ("prompt", "input", "messages")
+        if use != "prompt":
+            roles = (*roles, "response", "chosen")
+        if use == "steps":
+            roles = (*roles, "label")
+        columns = tuple(form.columns[role] for role in roles if role in form.columns)
+        if "apply_chat_template" in named:
+            columns = (*columns, "")  # not the same as what is read without it
+        dropped = tuple(column for column in further if column.lower() in OF_PROMPTS)
+        return Reading(flags, columns, dropped)
+
+    def _unread_of_prompt(self, form: Form, ignored: list[str]) -> list[str]:
+        """The columns with content of a prompt that a form neither reads nor names."""
+        left = [
+            column
+            for column in self.columns
+            if column.lower() in OF_PROMPTS
+            and column not in form.used_columns
+            and column not in ignored
+        ]
+        watching = replace(form, watched=tuple(left))
+        lost = dict[str, Any]()
+        for row in self.rows:
+            lost |= watching.lost_in(row)
+        return list(lost)
+
+    def _reads_most(self, form: Form, ignored: list[str], use: Use) -> bool:
+        """Whether a form reads most rows for a use, and an example at least."""
+        read = 0
+        has_examples = False
+        for row in self.rows:
+            kept = {column: value for column, value in row.items() if column not in ignored}
+            with suppress(UserError):
+                examples = form.read(kept, use)
+                has_examples = has_examples or bool(examples)
+                read += 1
+        return has_examples and 2 * read >= len(self.rows)
+
+
+def _words_of(reading: Reading) -> str:
+    """A reading in a message."""
+    names = [repr(column) for column in reading.columns if column]
+    about = " and ".join(names)
+    if len(names) > 2:
+        about = f"{', '.join(names[:-1])} and {names[-1]}"
+    if "apply_chat_template" in reading.flags:
+        about += " as chat messages"
+    if reading.dropped:
+        about += f", without {', '.join(map(repr, reading.dropped))}"
+    return f"{named_flags(reading.flags)} reads {about}"
 
 
 def _with_lost(
@@ -83,6 +250,14 @@ def _with_lost(
     if flags.apply_chat_template is None and {*SYSTEM_COLUMNS, "tools"} & set(lost):
         yield {"apply_chat_template": True}
     for number, column in enumerate(lost):
+        if column in OF_QUESTIONS:  # as the input of an instruction
+            for prompt in islice(_named(columns, rows, _PROMPTS), 1):
+                for answer in _named(columns, rows, _ANSWERS):
+                    yield {
+                        "data_format": "alpaca",
+                        "prompt_column": prompt,
+                        "response_column": answer,
+                    }
         for path in _paths(rows, column):
             if column.lower() in _PROMPTS:
                 yield {"prompt_column": path}
@@ -133,7 +308,7 @@ def _named(columns: list[str], rows: list[Row], names: list[str]) -> Iterator[st
                         yield path
     if names is _ANSWERS:
         for column in columns:
-            if column.lower() not in names and _is_answer(column):
+            if column.lower() not in names and _is_answer(column) and _has_content(column, rows):
                 yield from _paths(rows, column)
 
 
@@ -143,6 +318,15 @@ def _is_answer(column: str) -> bool:
     return is_said or column.lower() in _ANSWERS or names_an_answer(column)
 
 
+def _has_content(column: str, rows: list[Row]) -> bool:
+    """Whether a column whose name tells of an answer or of thoughts holds any, and not a switch of
+    thoughts (`reasoning: "on"`)."""
+    if not names_an_answer(column):
+        return True
+    values = [row[column] for row in rows if row.get(column) is not None]
+    return not is_switch(values) and any(is_content(column, value) for value in values)
+
+
 def _is_transcript(value: Any) -> bool:
     """Whether a text has turns that begin with the names of a user and of an assistant."""
     return isinstance(value, str) and all(map(value.lower().__contains__, ("user:", "assistant:")))
@@ -150,14 +334,16 @@ def _is_transcript(value: Any) -> bool:
 
 def _paths(rows: list[Row], column: str) -> list[str]:
     """The column, or the first one of a list of texts in it, as in `answers.text` of SQuAD."""
-    values = [json_value(field_at(row, column)) for row in rows if has_value(row, column)]
+    given = [field_at(row, column) for row in rows if has_value(row, column)]
+    values = list(map(json_value, given))
     if values and all(isinstance(value, dict) and "text" in value for value in values):
         values = [value["text"] for value in values]
         column = f"{column}.text"
     if values and all(isinstance(value, list) for value in values):
         if all(isinstance(one, str) for value in values for one in value[:1]):
             return [f"{column}.0"]
-        if all(map(looks_like_messages, values)):
+        # messages, or the JSON text of something else, as of calls of tools
+        if all(map(looks_like_messages, values)) or all(isinstance(one, str) for one in given):
             return [column]
         return []
     if any(isinstance(value, str | int) for value in values):
@@ -165,45 +351,32 @@ def _paths(rows: list[Row], column: str) -> list[str]:
     return []
 
 
-def _tried(
-    detect: Callable[[DataFlags], Form],
-    rows: list[Row],
-    flags: DataFlags,
-    use: Use,
-    change: dict[str, Any],
-) -> tuple[tuple[str, ...], str] | None:
-    """What is read with further flags, as the columns and as words; None if most rows are not."""
-    if any(getattr(flags, name) not in (None, "auto") for name in change):
-        return None
-    form = None
-    ignored = list(flags.ignore_columns)
-    named = {str(path).split(".")[0] for path in change.values()}
-    for _ in range(_ROUNDS):
-        try:
-            form = detect(replace(flags, **change, ignore_columns=ignored))
-            break
-        except UnreadError as problem:
-            if not problem.lost or named & set(problem.lost):
-                return None
-            ignored += problem.lost
-        except UserError:
-            return None
-    read = 0
-    for row in rows if form is not None else ():
-        with suppress(UserError):
-            assert form is not None
-            kept = {column: value for column, value in row.items() if column not in ignored}
-            read += bool(form.read(kept, use))
-    if form is None or 2 * read < len(rows) or not read:
-        return None
-    asked = [form.columns[role] for role in ("prompt", "input", "messages") if role in form.columns]
-    said = [form.columns[role] for role in ("response", "chosen") if role in form.columns]
-    reading = list(asked) if use == "prompt" else asked + said[:1]
-    words = [f"--{name} {value}" for name, value in change.items()]
-    if len(ignored) > len(flags.ignore_columns):
-        words.append(f"--ignore_columns {' '.join(ignored)}")
-    about = " and ".join(map(repr, reading))
-    if "apply_chat_template" in change:
-        about += " as chat messages"
-        reading.append("")  # not the same as what is read without it
-    return tuple(reading), f"{' '.join(words)} reads {about}"
+def _texts_in(column: str, rows: list[Row]) -> list[str]:
+    """The column if it holds texts, or the fields with texts of the objects that it holds."""
+    values = [row[column] for row in rows if row.get(column) is not None]
+    if values and all(isinstance(value, str) for value in values):
+        return [column]
+    if values and all(isinstance(value, dict) for value in values):
+        return [f"{column}.{key}" for key, inner in values[0].items() if isinstance(inner, str)]
+    return []
+
+
+def _with_steps(columns: list[str], rows: list[Row]) -> Iterator[dict[str, Any]]:
+    """Flags for the labels of steps, or the number of the first wrong one, and for the steps and
+    their prompt where forms do not know them by their names."""
+    labels = list[str]()
+    steps = list[str]()
+    for column in columns:
+        values = [json_value(row[column]) for row in rows if row.get(column) is not None]
+        is_list = bool(values) and all(isinstance(value, list) for value in values)
+        is_number = bool(values) and all(str(value).lstrip("-").isdecimal() for value in values)
+        name = column.lower()
+        if (is_list and _OF_STEPS.search(name)) or (is_number and _OF_A_STEP.search(name)):
+            labels.append(column)
+        elif is_list and all(isinstance(one, str) for value in values for one in value):
+            steps.append(column)
+    yield from ({"label_column": label} for label in labels)
+    for step, label in product(steps, labels):
+        yield {"response_column": step, "label_column": label}
+        for prompt in _named(columns, rows, _PROMPTS):
+            yield {"prompt_column": prompt, "response_column": step, "label_column": label}

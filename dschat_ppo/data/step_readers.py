@@ -18,14 +18,16 @@ from dschat_ppo.data.verdicts import number_in
 from dschat_ppo.errors import UserError
 
 _RATINGS = {1: 1.0, 0: 1.0, -1: 0.0, None: math.nan}  # of PRM800K: good, neutral, bad, not rated
+# Words of the name of a column of the first wrong step, which is null where no step is wrong
+_OF_ERRORS = re.compile(r"error|wrong|mistake|incorrect", re.IGNORECASE)
 _SHEPHERD_TAG = "ки"  # ends a step in Math-Shepherd
 _SHEPHERD_SIGNS = {"+": 1.0, "-": 0.0}
 
 
 def read_stepwise(cells: Cells, use: Use) -> PromptAndAnswers:
     """A prompt, the steps of one answer, and a label for each (TRL's stepwise supervision), or the
-    number of the first wrong step, from 0, and -1 if all are right (ProcessBench). Steps after the
-    first wrong one have no label."""
+    number of the first wrong step, from 0, and -1 if all are right (ProcessBench), or null if the
+    name of the column speaks of errors. Steps after the first wrong one have no label."""
     prompt = cells.prompt()
     if use == "prompt":
         return prompt, []
@@ -34,7 +36,10 @@ def read_stepwise(cells: Cells, use: Use) -> PromptAndAnswers:
     steps = cells.listed("response", "a list with an entry for each step")
     for step_number, step in enumerate(steps, start=1):
         checked(step, str, f"step {step_number} of {name}", "text")
-    first_wrong = number_in(field_at(cells.row, cells.columns["label"]))
+    label = field_at(cells.row, cells.columns["label"])
+    first_wrong = number_in(label)
+    if label is None and _OF_ERRORS.search(cells.columns["label"]):
+        first_wrong = -1
     if first_wrong is not None:
         if first_wrong not in range(-1, len(steps)):
             raise UserError(
@@ -46,7 +51,11 @@ def read_stepwise(cells: Cells, use: Use) -> PromptAndAnswers:
         labels = [1.0] * int(first_wrong) + [0.0]
         labels += [math.nan] * (len(steps) - len(labels))
         return prompt, [JudgedAnswer(steps, tuple(labels))]
-    values = cells.listed("label", "a list with an entry for each step")
+    expected = (
+        "a list with an entry for each step, or the number of the first wrong step, from 0, and -1"
+        " if all are right"
+    )
+    values = cells.listed("label", expected)
     if len(steps) != len(values):
         raise UserError(f"{name} has {len(steps)} steps, but {column} {len(values)}")
     return prompt, [JudgedAnswer(steps, _step_labels(values, column))]

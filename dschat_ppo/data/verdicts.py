@@ -16,9 +16,17 @@ from typing import Any, Literal
 from dschat_ppo.data.examples import Row, field_at, number_of
 from dschat_ppo.errors import UserError
 
-# What the numbers of a data set are: none; the ends of the names of two columns; places; strengths,
-# of which those below 0 are for the first answer
-Scale = Literal["words", "ends", "place from 0", "place from 1", "strength"]
+# What the values of a verdict are: words; the numbers at the ends of the names of two columns;
+# places; strengths, of which those below 0 are for the first answer; true and false, or 1 and 0
+Scale = Literal[
+    "words",
+    "ends",
+    "place from 0",
+    "place from 1",
+    "strength",
+    "true for the first",
+    "true for the second",
+]
 Answers = tuple[str, str]  # the columns of the two answers
 
 MEANINGS: dict[Scale, str] = {  # for the log
@@ -26,6 +34,8 @@ MEANINGS: dict[Scale, str] = {  # for the log
     "place from 0": "the place of the better answer (0: the first)",
     "place from 1": "the place of the better answer (1: the first)",
     "strength": "a strength (below 0: the first answer is better)",
+    "true for the first": "whether the first answer is better",
+    "true for the second": "whether the second answer is better",
 }
 _STEMS = ("response", "answer", "output", "completion", "conversation", "generation", "summary")
 SIDES = (("_0", "_1"), ("_a", "_b"), ("_A", "_B"), ("_1", "_2"), ("1", "2"))
@@ -62,10 +72,29 @@ FIRST_NUMBERS = " ".join(first for first, _ in NUMBERS)
 SECOND_NUMBERS = " ".join(second for _, second in NUMBERS)
 _TIES = ("neither", "none", "equal", "same", "draw", "all")  # besides tie (bothbad), both_good, ...
 _NOUN = "^(the )?(model|response|answer|assistant|output|completion|option|choice)[ _-]?"
+_TRUTHS = dict.fromkeys(("true", "yes", "1", "1.0"), True) | dict.fromkeys(
+    ("false", "no", "0", "0.0"), False
+)
+# Words of a name that says which answer is better: `is_first_better`, `a_wins`, `prefers_b`
+_OF_A_WIN = {
+    *("better", "best", "preferred", "prefer", "prefers", "preferable", "chosen", "wins", "win"),
+    *("won", "winner", "beats", "over"),
+}
+_OF_A_LOSS = {"worse", "worst", "rejected", "dispreferred", "loses", "lost", "loser"}
+_FILLING = {"is", "was", "the", "one"}
 VERDICT_ROLES = ("better", "first_number", "second_number")
 OWN_FUNCTION = (
     "a function that makes rows with chosen and rejected (--data_format FILE.py:FUNCTION)"
 )
+
+
+class UnclearVerdictError(UserError):
+    """A verdict that can be read in two ways. `readings`: for each a condition, and the columns of
+    the first and of the second answer and of the verdict as flags then name them."""
+
+    def __init__(self, what: str, readings: Sequence[tuple[str, tuple[str, str, str]]]):
+        super().__init__(what)
+        self.readings = tuple(readings)
 
 
 def ends_of(answers: Answers) -> list[str]:
@@ -98,13 +127,41 @@ def _numbers_at_ends(answers: Answers) -> list[float]:
     return []
 
 
+def side_named(column: str, answers: Answers) -> int:
+    """1 if the name of a column says that the first answer is better, as `is_first_better` and
+    `a_wins`, -1 if it says so of the second one, 0 if it says neither."""
+    if any(column in pair for pair in NUMBERS):  # whose other column tells of ties
+        return 0
+    words = re.sub(r"([a-z])([A-Z])", r"\1_\2", column).lower()
+    words = re.split(r"_than_|(?<=_over)_|(?<=_beats)_", words)[0]  # and not the other answer
+    said = set(re.split(r"[\W_]+", words))
+    is_lost = not said.isdisjoint(_OF_A_LOSS)
+    if said.isdisjoint(_OF_A_WIN | _OF_A_LOSS):
+        return 0
+    side = [
+        word for word in re.split(r"[\W_]+", words) if word not in _OF_A_WIN | _OF_A_LOSS | _FILLING
+    ]
+    lead = _lead_by_word("_".join(side), answers, {}) or 0
+    return -lead if is_lost else lead
+
+
 def scale_of(values: Sequence[Any], column: str, answers: Answers, is_named: bool) -> Scale:
-    """What the numbers in the column of the verdict mean, by its name, its first values and the
+    """What the values in the column of the verdict mean, by its name, its first values and the
     names of the two answers' columns. `is_named`: a flag names the column, so that of two things
     that it may mean it is the first. `UserError` if it cannot be told."""
     if column in _STRENGTHS:
         return "strength"
+    words = {str(value).strip().lower() for value in values if value is not None}
+    words = {word for word in words if not _is_tie(word)}
     numbers = {number for number in map(number_in, values) if number is not None}
+    if words and words <= set(_TRUTHS):
+        side = side_named(column, answers)
+        if side:
+            return "true for the first" if side > 0 else "true for the second"
+        if not numbers and is_named:
+            return "true for the first"
+        if not numbers:
+            raise _unclear(column, answers, "true and false", "true", "false")
     if not numbers:
         return "words"
     ends = _numbers_at_ends(answers)
@@ -121,16 +178,26 @@ def scale_of(values: Sequence[Any], column: str, answers: Answers, is_named: boo
             continue
         if is_clear:
             return scale
-        flags = "--chosen_column {} --rejected_column {} --better_column {}"
-        raise UserError(
-            f"'{column}' holds {shown} beside the answers '{first}' and '{second}': if {low} is for"
-            f" '{first}', {flags.format(first, second, column)}; if {high} is for '{first}',"
-            f" {flags.format(second, first, column)}"
-        )
+        raise _unclear(column, answers, shown, str(low), str(high))
     raise UserError(
         f"'{column}' holds {shown}, which do not say whether '{first}' or '{second}' is better;"
         " expected a name, a place (0 and 1, or 1 and 2) or a strength (below 0 the first is"
         f" better, above 0 the second); {OWN_FUNCTION} can read it"
+    )
+
+
+def _unclear(
+    column: str, answers: Answers, shown: str, of_first: str, of_second: str
+) -> UnclearVerdictError:
+    """The error of a verdict of two values, of which either may be for the first answer: `of_first`
+    is for the answer that flags then name first."""
+    first, second = answers
+    readings = [
+        (f"if {of_first} is for '{first}'", (first, second, column)),
+        (f"if {of_second} is for '{first}'", (second, first, column)),
+    ]
+    return UnclearVerdictError(
+        f"'{column}' holds {shown} beside the answers '{first}' and '{second}'", readings
     )
 
 
@@ -139,10 +206,13 @@ def lead_of_first(value: Any, column: str, scale: Scale, answers: Answers, row: 
     `UserError` if it says none of these."""
     number = number_in(value)
     lead: int | None
+    word = str(value).strip().lower()
     if value is None:
         lead = None
+    elif scale in ("true for the first", "true for the second") and word in _TRUTHS:
+        lead = 1 if _TRUTHS[word] == (scale == "true for the first") else -1
     elif number is None:
-        lead = _lead_by_word(str(value).strip().strip("[]").lower(), answers, row)
+        lead = _lead_by_word(word.strip("[]"), answers, row)
     elif scale == "strength":
         lead = (number < 0) - (number > 0)
     else:
@@ -152,18 +222,26 @@ def lead_of_first(value: Any, column: str, scale: Scale, answers: Answers, row: 
     if lead is None:
         quoted = "null"
         if value is not None:
-            quoted = repr(str(value).strip().lower())
-        places_of_scale = "1 or 2" if scale == "place from 1" else "0 or 1"
+            quoted = repr(word)
+        expected = "0 or 1 (the place)"
+        if scale == "place from 1":
+            expected = "1 or 2 (the place)"
+        elif scale in ("true for the first", "true for the second"):
+            expected = f"true or false ({MEANINGS[scale]})"
         raise UserError(
-            f"'{column}' is {quoted}; expected {places_of_scale} (the place), '{answers[0]}' or"
+            f"'{column}' is {quoted}; expected {expected}, '{answers[0]}' or"
             f" '{answers[1]}', or tie; {OWN_FUNCTION} can read others"
         )
     return lead
 
 
+def _is_tie(word: str) -> bool:
+    return word.startswith(("tie", "both")) or word in _TIES
+
+
 def _lead_by_word(word: str, answers: Answers, row: Row) -> int | None:
     """As `lead_of_first` for a word: the name of an answer's column or model, or its end."""
-    if word.startswith(("tie", "both")) or word in _TIES:
+    if _is_tie(word):
         return 0
     ends = ends_of(answers)
     models = [str(row.get(f"model_{end}")).lower() for end in ends]
@@ -191,10 +269,19 @@ def lead_by_numbers(row: Row, columns: tuple[str, str]) -> int:
     return (numbers[0] > numbers[1]) - (numbers[0] < numbers[1])
 
 
+def say_which(values: Sequence[Any], answers: Answers) -> bool:
+    """Whether all values are words that say which of two answers is better, or that none is."""
+    words = [value.strip().lower() for value in values if isinstance(value, str)]
+    leads = [_lead_by_word(word, answers, {}) for word in words]
+    return len(words) == len(values) and None not in leads and bool({1, -1} & set(leads))
+
+
 def may_be_verdicts(column: str, values: Sequence[Any]) -> bool:
     """Whether a column is named like a verdict and holds numbers, words or booleans."""
     is_named = re.search(
-        "prefer|better|winner|winning|verdict|judg|choice|chosen|label|vote", column
+        "prefer|better|winner|winning|(^|_)(win|wins|won|beats)(_|$)|verdict|judg|choice|chosen"
+        "|label|vote",
+        column,
     )
     short = [
         isinstance(value, bool)
