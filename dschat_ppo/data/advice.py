@@ -15,7 +15,15 @@ from dschat_ppo.data.cells import LABELS
 from dschat_ppo.data.examples import Row, json_value, looks_like_messages
 from dschat_ppo.data.form_kinds import SETS
 from dschat_ppo.data.judged_readers import TEXTS
-from dschat_ppo.data.verdicts import CLEAR_VERDICTS, NUMBERS, OWN_FUNCTION, SIDES, may_be_verdicts, say_which
+from dschat_ppo.data.verdicts import (
+    CLEAR_VERDICTS,
+    NUMBERS,
+    OWN_FUNCTION,
+    SIDES,
+    may_be_verdicts,
+    say_which,
+    tells_of_a_side,
+)
 
 _NAME_THEM = (
     "name them with --prompt_column, --response_column, --chosen_column, --rejected_column,"
@@ -172,7 +180,9 @@ def _of_pairs(columns: list[str], rows: list[Row]) -> tuple[tuple[Choice, ...], 
         values = [row[column] for row in rows if row.get(column) is not None]
         if column in (answers or ()):
             continue
-        if answers is not None and say_which(values, answers):
+        if answers is not None and (
+            say_which(values, answers) or tells_of_a_side(column, values, answers)
+        ):
             verdicts.append(column)
         elif column in CLEAR_VERDICTS or (answers is not None and named is None):
             if may_be_verdicts(column, values):

@@ -10,19 +10,20 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from os.path import commonprefix
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from dschat_ppo.data.examples import SAID_BY_TOOLS, Example
+from dschat_ppo.data.examples import CONTEXT, SAID_BY_TOOLS, Example, without_context
 from dschat_ppo.data.rendered import check_calls, check_prompt, known_variables, remarks_on
 from dschat_ppo.data.templates import (
     Messages,
     Span,
     Tools,
+    Variables,
     added_tokens,
     render,
     render_answer,
@@ -45,12 +46,14 @@ SPLIT = "\ufdd0"  # no character: divides the text of an added token, so that it
 class EncodedExample:
     """Token ids of one example; each answer with its final token. `prompt_spans` are half-open
     ranges of `prompt` that are earlier answers of the assistant, each with its end-of-turn token if
-    the chat template has one."""
+    the chat template has one. `untrained_spans` are those of each answer of several messages that
+    others say, or that are excluded from training."""
 
     prompt: list[int]
     answers: list[list[int]]
     prompt_spans: list[Span]
     remarks: tuple[str, ...] = ()  # what the owner of the data should know
+    untrained_spans: list[list[Span]] = field(default_factory=list)
 
 
 def encode_prompt(
@@ -95,16 +98,25 @@ def encode_example(
     # of a plain text, which may bring its own
     is_only_bos = len(ids) == 1 and ids[0] == tokenizer.bos_token_id
     answers = list[list[int]]()
-    for turn, final in rendered.answers:
-        answer = encode_after(tokenizer, text[-_TAIL:], turn)
+    untrained_spans = list[list[Span]]()
+    for pieces, final in rendered.answers:
+        answer, untrained = _encode_pieces(tokenizer, text, pieces)
         if is_only_bos and answer[:1] == ids:
             answer = answer[1:]
         if answer[-1:] != [final]:
             answer = [*answer, final]
         answers.append(answer)
-    turns = [turn for turn, _ in rendered.answers]
+        untrained_spans.append(untrained)
+    turns = [pieces[0].text for pieces, _ in rendered.answers]
     remarks = remarks_on(tokenizer, example, text, turns, all_turns)
-    return EncodedExample(ids, answers, prompt_spans, remarks)
+    return EncodedExample(ids, answers, prompt_spans, remarks, untrained_spans)
+
+
+class _Piece(NamedTuple):
+    """A part of an answer as text: what the assistant says, or what is not trained."""
+
+    text: str
+    is_trained: bool = True
 
 
 class _Rendered(NamedTuple):
@@ -113,14 +125,14 @@ class _Rendered(NamedTuple):
     Attributes:
         prompt: The text of the prompt.
         has_bos: Whether that begins with BOS where one is needed, so that the tokenizer adds none.
-        answers: The text of each answer, and the id of its final token.
+        answers: The text of each answer in pieces, and the id of its final token.
         spans: The characters of the prompt that are earlier answers, to be trained.
         is_divided: Whether `SPLIT`s in the prompt divide texts of special tokens.
     """
 
     prompt: str
     has_bos: bool
-    answers: list[tuple[str, int]]
+    answers: list[tuple[list[_Piece], int]]
     spans: list[Span]
     is_divided: bool = False
 
@@ -128,7 +140,11 @@ class _Rendered(NamedTuple):
 def _rendered_text(tokenizer: PreTrainedTokenizerBase, example: Example, prompt: str) -> _Rendered:
     """An example whose prompt is text, which is used as it is."""
     has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-    answers = [text_answer(tokenizer, answer) for answer in example.answers]
+    answers = list[tuple[list[_Piece], int]]()
+    for answer in example.answers:
+        assert not isinstance(answer, list)  # which follows chat messages alone
+        turn, final = text_answer(tokenizer, answer)
+        answers.append(([_Piece(turn)], final))
     return _Rendered(prompt, has_bos, answers, [])
 
 
@@ -136,12 +152,7 @@ def _rendered_chat(
     tokenizer: PreTrainedTokenizerBase, example: Example, prompt: Messages, all_turns: bool
 ) -> _Rendered:
     """An example whose prompt is chat messages, which the template renders."""
-    messages = Messages()
-    for message in prompt:
-        if message["role"] in SAID_BY_TOOLS:
-            content = divided(tokenizer, _result_of(tokenizer, message["content"]))
-            message = {**message, "content": content}
-        messages.append(message)
+    messages = _with_results_divided(tokenizer, prompt)
     tools = example.tools
     variables = known_variables(tokenizer, example.variables, tools)
     text = render(tokenizer, messages, True, tools, variables)
@@ -153,14 +164,82 @@ def _rendered_chat(
         for turn, span in zip(turns, spans_of_turns, strict=True):
             if turn not in example.context:
                 spans.append(span)
-    answers = [
-        render_answer(tokenizer, messages, text, answer, tools, variables)
-        for answer in example.answers
-    ]
+    answers = list[tuple[list[_Piece], int]]()
     for answer in example.answers:
+        if isinstance(answer, list):
+            answers.append(_rendered_turns(tokenizer, messages, text, answer, tools, variables))
+            continue
+        turn, final = render_answer(tokenizer, messages, text, answer, tools, variables)
+        answers.append(([_Piece(turn)], final))
         if isinstance(answer, dict):
             check_calls(tokenizer, messages, answer, tools, variables)
     return _Rendered(text, True, answers, spans, is_divided=messages != prompt)
+
+
+def _with_results_divided(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Messages:
+    """Messages in which the texts of special tokens are divided in what tools returned."""
+    safe_messages = Messages()
+    for message in messages:
+        if message["role"] in SAID_BY_TOOLS:
+            content = divided(tokenizer, _result_of(tokenizer, message["content"]))
+            message = {**message, "content": content}
+        safe_messages.append(message)
+    return safe_messages
+
+
+def _rendered_turns(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Messages,
+    opening: str,
+    answer: Messages,
+    tools: Tools | None,
+    variables: Variables,
+) -> tuple[list[_Piece], int]:
+    """An answer of several messages, of which the first and the last one are the assistant's, after
+    `opening`, which is `render` of `prompt`: its turns in pieces; the id of the final token."""
+    *earlier, last = answer
+    messages = [*prompt, *_with_results_divided(tokenizer, without_context(earlier))]
+    text = render(tokenizer, messages, True, tools, variables)
+    check_prompt(tokenizer, text, messages, tools, variables)
+    try:
+        spans = turn_spans(tokenizer, messages, text, tools, variables)
+    except UserError:
+        raise UserError(
+            "the turns of the assistant after which chosen and rejected part cannot be found for"
+            " certain in what the chat template renders; mark them with {% generation %} in a"
+            " --chat_template"
+        ) from None
+    turns = [message for message in earlier if message["role"] == "assistant"]
+    pieces = list[_Piece]()
+    begin = None
+    for turn, (start, end) in zip(turns, spans[-len(turns) :], strict=True):
+        if begin is not None:
+            pieces.append(_Piece(text[begin:start], is_trained=False))
+        elif text.startswith(opening):
+            start = len(opening)
+        pieces.append(_Piece(text[start:end], is_trained=CONTEXT not in turn))
+        begin = end
+    pieces.append(_Piece(text[begin:], is_trained=False))
+    final_turn, final = render_answer(tokenizer, messages, text, last, tools, variables)
+    pieces.append(_Piece(final_turn))
+    check_calls(tokenizer, messages, last, tools, variables)
+    return pieces, final
+
+
+def _encode_pieces(
+    tokenizer: PreTrainedTokenizerBase, before: str, pieces: list[_Piece]
+) -> tuple[list[int], list[Span]]:
+    """(ids of an answer after the text `before`; the ranges of them that are not trained)."""
+    ids = list[int]()
+    untrained = list[Span]()
+    for piece in pieces:
+        begin = len(ids)
+        for text in piece.text.split(SPLIT):
+            ids += encode_after(tokenizer, before[-_TAIL:], text)
+            before = before[-_TAIL:] + text
+        if not piece.is_trained:
+            untrained.append((begin, len(ids)))
+    return ids, untrained
 
 
 def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, answer: str) -> list[int]:

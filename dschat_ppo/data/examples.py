@@ -89,12 +89,13 @@ CONTEXT = "_context"
 class Example:
     """What one row asks and answers. The prompt is text that is used as it is, or chat messages up
     to the answer, for the chat template; that of plain text is "", and all of it is the answer. An
-    answer to chat messages may be one."""
+    answer to chat messages may be one, or in step 2 several: those after which two conversations
+    part, in which the user goes on."""
 
     prompt: str | Messages
     # [response] (SFT, unpaired), [chosen, rejected] (preference), the steps of one response
     # (steps), [] (PPO prompt)
-    answers: Sequence[str | Message] = field(default_factory=list)
+    answers: Sequence[str | Message | Messages] = field(default_factory=list)
     margin: float = 0.0  # by which the chosen answer is better
     truth: Any = None  # the correct answer, for reward functions
     tools: list[Any] | None = None  # descriptions for the chat template

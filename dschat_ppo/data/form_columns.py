@@ -18,7 +18,7 @@ from dschat_ppo.data.examples import Row, field_at, has_value
 from dschat_ppo.data.form_kinds import SETS
 from dschat_ppo.data.form_sample import Sample, exists, quoted_names
 from dschat_ppo.data.forms import Form
-from dschat_ppo.data.verdicts import MEANINGS, TURNING, VERDICT_ROLES
+from dschat_ppo.data.verdicts import MEANINGS, TURNING, VERDICT_ROLES, tells_of_a_side
 
 # Columns that hold the correct answer beside a prompt, the likeliest first
 _TRUTHS = (
@@ -103,7 +103,12 @@ def watched_columns(sample: Sample, form: Form) -> set[str]:
     for role in of_content:
         watched -= set(kind.roles[role].split())
     if {"chosen", "rejected"} <= set(of_content):  # which a verdict may turn around
+        answers = (of_content["chosen"], of_content["rejected"])
         watched |= TURNING.intersection(sample.columns)
+        for column in sample.columns:
+            values = [row[column] for row in sample.rows if row.get(column) is not None]
+            if tells_of_a_side(column, values, answers):
+                watched.add(column)
     watched -= form.used_columns | set(flags.ignore_columns)
     if flags.system_column is not None:
         watched -= set(SYSTEM_COLUMNS)

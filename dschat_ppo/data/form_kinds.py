@@ -114,7 +114,7 @@ _DETECTED = (
         "alpaca",
         {
             "prompt": "instruction",
-            "input": "input context",
+            "input": "input context passage document article",
             "response": "output response",
             "history": "history",
             "chosen": "chosen",

@@ -37,7 +37,8 @@ _ALPACA_INPUT = ", paired with an input that provides further context"
 def read_columns(cells: Cells, use: Use) -> PromptAndAnswers:
     """A prompt, or a conversation that holds it, with an answer, or a better and a worse one; each
     is text or messages. SFT learns the response if there is one. Answers may repeat the prompt, and
-    as messages also continue it."""
+    as messages also continue it. Two conversations that part before their last messages are answers
+    of several messages to what both begin with."""
     better = next((role for role in ("chosen", "response", "messages") if cells.has(role)), "")
     prompt: Prompt | None = None
     if cells.has("prompt"):
@@ -46,6 +47,7 @@ def read_columns(cells: Cells, use: Use) -> PromptAndAnswers:
         prompt = cells.messages("messages", cells.value("messages"))
     full_prompt = prompt
     answers = list[Any]()
+    conversations = list[Messages]()
     for role in _roles_to_read(cells, use, better):
         value = cells.value(role)
         if role != "messages" and not looks_like_messages(value):
@@ -57,16 +59,20 @@ def read_columns(cells: Cells, use: Use) -> PromptAndAnswers:
         _check_answer(answer, cells.called(role), use)
         begins_itself = before and before[0]["role"] != "assistant"
         if answers and begins_itself and not _same(before, full_prompt):
-            raise UserError("chosen and rejected answer different prompts")
-        prompt_of_answer = _with_prompt(prompt, before, cells.called(role))
+            prompt_of_answer = before
+        else:
+            prompt_of_answer = _with_prompt(prompt, before, cells.called(role))
+        conversation = [*prompt_of_answer, answer]
         if answers and not _same(prompt_of_answer, full_prompt):
-            raise UserError("chosen and rejected answer different prompts")
+            if use != "preference" or not conversations:
+                raise UserError("chosen and rejected answer different prompts")
+            return _parted(conversations[0], conversation)
+        conversations.append(conversation)
         if not answers:
             full_prompt = prompt_of_answer
         if prompt is None:
             prompt = prompt_of_answer
-        is_plain = set(answer) == {"role", "content"}
-        answers.append(answer["content"] if is_plain else answer)
+        answers.append(_bare(answer))
     if isinstance(prompt, str) and _answers_repeat(prompt, cells, better):
         answers = [
             answer.removeprefix(prompt) if isinstance(answer, str) else answer for answer in answers
@@ -74,6 +80,37 @@ def read_columns(cells: Cells, use: Use) -> PromptAndAnswers:
     if use == "sft":
         answers = answers[-1:]
     return full_prompt or "", pair_of(answers)
+
+
+def _parted(chosen: Messages, rejected: Messages) -> PromptAndAnswers:
+    """What two conversations have in common, and the rest of each as an answer. `UserError` if they
+    do not part at a message of the assistant, before which the user asks the same in both."""
+    parting = 0
+    for first, second in zip(chosen, rejected, strict=False):
+        if not _same([first], [second]):
+            break
+        parting += 1
+    is_of_assistant = all(
+        parting < len(messages) and messages[parting]["role"] == "assistant"
+        for messages in (chosen, rejected)
+    )
+    if parting == 0 or not is_of_assistant:
+        raise UserError(
+            "chosen and rejected answer different prompts: they part at message"
+            f" {parting + 1}, which is not the assistant's in both"
+        )
+    answers = list[Any]()
+    for messages in (chosen, rejected):
+        rest = messages[parting:]
+        answers.append(_bare(rest[0]) if len(rest) == 1 else rest)
+    return chosen[:parting], pair_of(answers)
+
+
+def _bare(answer: Message) -> str | Message:
+    """The content of a message, if it has nothing else."""
+    if set(answer) == {"role", "content"}:
+        return str(answer["content"])
+    return answer
 
 
 def _roles_to_read(cells: Cells, use: Use, better: str) -> list[str]:

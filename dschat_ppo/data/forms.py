@@ -36,7 +36,7 @@ from dschat_ppo.data.examples import (
     without_context,
 )
 from dschat_ppo.data.form_kinds import Kind
-from dschat_ppo.data.verdicts import TURNING, TWO_ANSWERS, Scale
+from dschat_ppo.data.verdicts import TURNING, TWO_ANSWERS, Scale, side_named
 from dschat_ppo.errors import UserError, printable_line
 
 _OF_PAIRS = {column for pair in TWO_ANSWERS for column in pair}
@@ -339,7 +339,7 @@ class Form:
                     lost.setdefault(column, value)
         if not lost:
             return
-        of_pairs = [column for column in lost if column in _OF_PAIRS or column in TURNING]
+        of_pairs = [column for column in lost if column in _OF_PAIRS or self._turns(column)]
         choices = list[Choice]()
         column = next(iter(lost))
         if of_pairs:  # other flags may train pairs upside down
@@ -360,6 +360,12 @@ class Form:
             is_sure=bool(choices),
             choices=choices,
         )
+
+    def _turns(self, column: str) -> bool:
+        """Whether a column may turn around the pairs of two others."""
+        if column in TURNING or not {"chosen", "rejected"} <= set(self.columns):
+            return column in TURNING
+        return side_named(column, (self.columns["chosen"], self.columns["rejected"])) != 0
 
     def lost_in(self, row: Row) -> dict[str, Any]:
         """The columns whose content the form does not use, with it. It is no loss if its lines are
@@ -388,8 +394,8 @@ class Form:
         lost = dict[str, Any]()
         for column, value in contents.items():
             lines = lines_of(value)
-            is_copy = bool(lines) and all_in(lines, used_lines)
-            if column in NO_COPIES or not (is_copy or all_in(needed_lines, lines)):
+            is_copy = (bool(lines) and all_in(lines, used_lines)) or all_in(needed_lines, lines)
+            if column in NO_COPIES or self._turns(column) or not is_copy:
                 lost[column] = value
         return lost
 
@@ -431,12 +437,14 @@ def _example_of_answers(
     """The example of an answer, or of a better and a worse one. `UserError` if one is empty, or
     both are equal."""
     for answer in answers:
-        message = answer.value
-        if isinstance(message, str):
-            message = {"content": message}
-        if not message["content"].strip() and "tool_calls" not in message:
-            name = answer.name if len(answers) == 2 else "the answer"
-            raise UserError(f"{name} is empty")
+        said = answer.value
+        if isinstance(said, str):
+            said = {"role": "assistant", "content": said}
+        for message in said if isinstance(said, list) else [said]:
+            is_empty = not message["content"].strip() and "tool_calls" not in message
+            if is_empty and message["role"] == "assistant":
+                name = answer.name if len(answers) == 2 else "the answer"
+                raise UserError(f"{name} is empty")
     if len(answers) == 2 and answers[0].value == answers[1].value:
         raise UserError(f"{answers[0].name} and {answers[1].name} are equal")
     names = " and ".join(answer.name for answer in answers if answer.name)

@@ -4,10 +4,10 @@ out, tokenise, mix.
 A token row holds `prompt_ids` (list of int), `answers` (list of lists of int, each ending with its
 final token unless truncated), `margin` (float), `source` (int, the number of its data set in
 `TokenRows.sources`) and `digest` (a hash of its content); in step 1 `prompt_spans` (half-open
-ranges of `prompt_ids` that are earlier answers of the assistant); for KTO `label` (float); for
-process reward models `step_ends` (offsets in the answer) and `step_labels` (floats); in step 3
-`row` (JSON of all columns of the data row and of `data_source`, `answer` and `ground_truth`, for
-reward functions).
+ranges of `prompt_ids` that are earlier answers of the assistant); in step 2 `untrained_spans`
+(half-open ranges of each answer that the user says); for KTO `label` (float); for process reward
+models `step_ends` (offsets in the answer) and `step_labels` (floats); in step 3 `row` (JSON of all
+columns of the data row and of `data_source`, `answer` and `ground_truth`, for reward functions).
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from dschat_ppo.data.examples import (
     looks_like_messages,
     turns_in,
 )
+from dschat_ppo.data.form_kinds import KINDS
 from dschat_ppo.data.forms import Form, UnreadError
 from dschat_ppo.errors import UserError
 
@@ -250,7 +251,7 @@ def _with_lost(
     if flags.apply_chat_template is None and {*SYSTEM_COLUMNS, "tools"} & set(lost):
         yield {"apply_chat_template": True}
     for number, column in enumerate(lost):
-        if column in OF_QUESTIONS:  # as the input of an instruction
+        if column in KINDS["alpaca"].roles["input"].split():
             for prompt in islice(_named(columns, rows, _PROMPTS), 1):
                 for answer in _named(columns, rows, _ANSWERS):
                     yield {

@@ -6,6 +6,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -157,11 +158,25 @@ def collate_pairs(rows: Dataset, indices: Sequence[int], pad_id: int) -> PairBat
     chosen = [record["answers"][0] for record in records]
     rejected = [record["answers"][1] for record in records]
     ids, lengths, mask = answered(records * 2, chosen + rejected, real.repeat(2), pad_id)
+    for row, record in enumerate(records):
+        _leave_out_untrained(mask[row], record, record)
+        _leave_out_untrained(mask[len(records) + row], record, record, side=1)
     margin = torch.tensor([record["margin"] for record in records])
     ref_logprobs = column(records, REF_LOGPROBS, torch.float64)
     if ref_logprobs is not None:
         ref_logprobs = ref_logprobs.T.flatten()  # (B, 2): all chosen answers first
     return PairBatch(ids, lengths, mask, real, margin, column(records, "source"), ref_logprobs)
+
+
+def _leave_out_untrained(
+    mask: Tensor, record: dict[str, Any], answer: dict[str, Any], side: int = 0
+) -> None:
+    """Set the (T,) `mask` of the prompt of one record, and of an answer of the same or of another
+    one, to False where the answer is not trained: at what the user says in it."""
+    begin = len(record["prompt_ids"])
+    spans_of_answers = answer.get("untrained_spans") or [()] * (side + 1)
+    for start, end in spans_of_answers[side]:
+        mask[begin + start : begin + end] = False
 
 
 def collate_labelled(
@@ -173,11 +188,15 @@ def collate_labelled(
     records, real = rows_at(rows, indices)
     answers = [record["answers"][0] for record in records]
     ids, lengths, mask = answered(records, answers, real, pad_id)
+    lenders = [rows[record[OTHER_ROW]] for record in records]
     borrowed = list[list[int]]()
-    for record in records:
+    for record, lender in zip(records, lenders, strict=True):
         room = max(1, max_seq_len - len(record["prompt_ids"]))
-        borrowed.append(rows[record[OTHER_ROW]]["answers"][0][:room])
+        borrowed.append(lender["answers"][0][:room])
     other_ids, _, other_mask = answered(records, borrowed, real, pad_id)
+    for row, (record, lender) in enumerate(zip(records, lenders, strict=True)):
+        _leave_out_untrained(mask[row], record, record)
+        _leave_out_untrained(other_mask[row], record, lender)
     return LabelledBatch(
         ids,
         mask,

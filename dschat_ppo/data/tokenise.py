@@ -74,6 +74,8 @@ def features_of(step: StepData) -> Features:
     }
     if step.use == "sft":
         columns["prompt_spans"] = List(_IDS)
+    if step.use in ("preference", "unpaired"):
+        columns["untrained_spans"] = List(List(_IDS))
     if step.use == "unpaired":
         columns["label"] = Value("float32")
     if step.use == "steps":
@@ -280,8 +282,11 @@ def _columns_of_use(
     step = settings.step
     if step.use == "sft":
         return {"prompt_spans": [list(span) for span in fitted.prompt_spans]}
+    untrained = [[list(span) for span in spans] for spans in fitted.untrained_spans]
+    if step.use == "preference":
+        return {"untrained_spans": untrained}
     if step.use == "unpaired":
-        return {"label": example.labels[0]}
+        return {"untrained_spans": untrained, "label": example.labels[0]}
     if step.use == "steps":
         step_ends, step_labels = labelled_ends(
             settings.tokenizer, ids.answers[0], example.labels, step.step_separator
@@ -393,10 +398,14 @@ def _cut(
             spans.append((start, end))
         elif start >= tail:
             spans.append((start - tail + head, end - tail + head))
+    untrained_spans = [
+        [(start, min(end, answer_room)) for start, end in of_answer if start < answer_room]
+        for of_answer in ids.untrained_spans
+    ]
     outcome = Fitted.PROMPT_CUT
     if longest > answer_room:
         outcome = Fitted.ANSWER_CUT
-    return EncodedExample(prompt, answers, spans), outcome
+    return EncodedExample(prompt, answers, spans, untrained_spans=untrained_spans), outcome
 
 
 def fixed_ends(

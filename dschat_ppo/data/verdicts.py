@@ -276,11 +276,17 @@ def say_which(values: Sequence[Any], answers: Answers) -> bool:
     return len(words) == len(values) and None not in leads and bool({1, -1} & set(leads))
 
 
+def tells_of_a_side(column: str, values: Sequence[Any], answers: Answers) -> bool:
+    """Whether a column says that one of two answers is better, by its name and by true or false."""
+    words = {str(value).strip().lower() for value in values}
+    is_truth = bool(words) and all(word in _TRUTHS or _is_tie(word) for word in words)
+    return is_truth and side_named(column, answers) != 0
+
+
 def may_be_verdicts(column: str, values: Sequence[Any]) -> bool:
     """Whether a column is named like a verdict and holds numbers, words or booleans."""
     is_named = re.search(
-        "prefer|better|winner|winning|(^|_)(win|wins|won|beats)(_|$)|verdict|judg|choice|chosen"
-        "|label|vote",
+        "prefer|better|winner|winning|verdict|judg|choice|chosen|label|vote",
         column,
     )
     short = [

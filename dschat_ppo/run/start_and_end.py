@@ -142,21 +142,24 @@ def row_sample(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> str:
     with `or`."""
     prompt = row["prompt_ids"]
     responses = row["answers"] or [[]]
-    ids = [*prompt, *responses[0]]
+    if not responses[0]:
+        return _shortened(text_between(tokenizer, prompt, 0), MOST_CHARACTERS)
+    untrained_spans = row.get("untrained_spans") or [()] * len(responses)
     # bounds of spans that do not train and train in turn; `prompt_spans` are those that train
-    bounds = [0, len(ids)]
-    if responses[0]:
-        bounds = [0, *chain.from_iterable(row.get("prompt_spans") or ()), len(prompt), len(ids)]
-    text = ""
-    trains = False
-    for start, stop in pairwise(bounds):
-        span = text_between(tokenizer, ids, start, stop)
-        text += f"⟦{span}⟧" if trains else span
-        trains = not trains
-    text = text.replace("⟧⟦", "")
-    for response in responses[1:]:
-        text += f"\nor ⟦{text_between(tokenizer, [*prompt, *response], len(prompt))}⟧"
-    return _shortened(text, MOST_CHARACTERS)
+    bounds = [0, *chain.from_iterable(row.get("prompt_spans") or ()), len(prompt)]
+    texts = list[str]()
+    for response, untrained in zip(responses, untrained_spans, strict=True):
+        ids = [*prompt, *response]
+        bounds += [len(prompt) + bound for bound in chain.from_iterable(untrained)]
+        text = ""
+        trains = False
+        for start, stop in pairwise([*bounds, len(ids)]):
+            span = text_between(tokenizer, ids, start, stop)
+            text += f"⟦{span}⟧" if trains else span
+            trains = not trains
+        texts.append(text.replace("⟧⟦", ""))
+        bounds = [len(prompt), len(prompt)]  # without the prompt again
+    return _shortened("\nor ".join(texts), MOST_CHARACTERS)
 
 
 def _shortened(text: str, most: int) -> str:

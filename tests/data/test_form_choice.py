@@ -728,7 +728,7 @@ def test_each_way_out_of_a_message_reads_what_it_says(row, use, readings):
     [
         ({**Q, "solution": LONG}, "sft", [ASK], [LONG], "hall"),
         ({**Q, "solution": LONG}, "prompt", [ASK], [], "hall"),
-        ({"problem": ASK["content"], "solution": LONG}, "sft", [ASK], [LONG], None),
+        ({"problem": ASK["content"], "solution": LONG}, "sft", [ASK], [LONG], LONG),
         ({"problem": ASK["content"], "answer": "hall"}, "prompt", [ASK], [], "hall"),
         (
             {"problem": ASK["content"], "answer": "hall", "solution": ""},
@@ -738,14 +738,14 @@ def test_each_way_out_of_a_message_reads_what_it_says(row, use, readings):
             "hall",
         ),
         ({**Q, "rationale": LONG, "generations": [LONG]}, "prompt", [ASK], [], "hall"),
-        ({**Q, "prompt": PROMPT}, "prompt", PROMPT, [], None),
-        ({**Q, "prompt": PROMPT, "solution": LONG}, "prompt", PROMPT, [], None),
+        ({**Q, "prompt": PROMPT}, "prompt", PROMPT, [], "hall"),
+        ({**Q, "prompt": PROMPT, "solution": LONG}, "prompt", PROMPT, [], "hall"),
         (
             {"messages": [ASK, assistant(LONG)], "problem": ASK["content"], "solution": LONG},
             "sft",
             [ASK],
             [LONG],
-            None,
+            LONG,
         ),
         # names of countries, languages and kinds, and switches
         (

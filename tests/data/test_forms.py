@@ -263,15 +263,30 @@ def test_text_prompts_have_no_place_for_a_system_message_or_tools():
             "24",
         ),
         ({"messages": [ASK], "answer": "72"}, {"answer_column": "answer"}, "72"),
-        (
-            {"messages": [ASK], "answer": "72"},
-            {},
-            None,
-        ),  # the column itself reaches reward functions
+        ({"messages": [ASK], "answer": "72"}, {}, "72"),
+        ({"prompt": [ASK], "ground_truth": "72", "answer": GSM}, {}, "72"),
+        ({"prompt": "Q:", "answer": GSM}, {}, "24"),
+        ({"prompt": [ASK], "solution": r"So \boxed{72}."}, {}, r"So \boxed{72}."),
+        ({"problem": "Q:", "solution": r"So \boxed{72}."}, {}, r"So \boxed{72}."),
+        ({"prompt": "Q:", "reward_model": {"ground_truth": 72}}, {}, 72),
+        ({"question": ASK["content"], "prompt": [ASK], "answer": "72"}, {}, "72"),
+        ({"prompt": "Q:", "answer": "72", "ground_truth": "7"}, {"answer_column": "answer"}, "72"),
+        ({"prompt": "Q:", "response": "72"}, {}, None),
     ],
 )
 def test_the_correct_answer(row, flags, truth):
     assert [example.truth for example in read([row], "prompt", **flags)] == [truth]
+
+
+def test_a_correct_answer_that_a_name_tells_of_may_be_missing_and_is_no_reason_to_drop_it():
+    """Rows without it are prompts, and step 1 does not lose a solution to it."""
+    rows = [{"prompt": "Q:", "answer": "72"}, {"prompt": "Q:", "answer": None}]
+    assert [example.truth for example in read(rows, "prompt")] == ["72", None]
+    assert "the correct answer from 'answer'" in form_of(rows).description
+    row = {"prompt": "Q:", "response": "72.", "solution": "So it is 72."}
+    with pytest.raises(UserError, match="'solution' holds content"):
+        form_of([row], use="sft")
+    assert read([row], "prompt")[0].truth == "So it is 72."
 
 
 # What others need of a form
@@ -406,7 +421,12 @@ BAD = [
         "message 3 of 'messages' has role 'narrator'; expected system, user, .*--role_names",
     ),
     (
-        {"prompt": [ASK], "chosen": [ASK, HALL], "rejected": [ASK, ROOF, ASK, HALL]},
+        {"chosen": [ASK, HALL, ASK, HALL], "rejected": [ASK, HALL, user("So?"), HALL]},
+        "preference",
+        "chosen and rejected answer different prompts: they part at message 3, which is not the",
+    ),
+    (
+        {"chosen": [ASK, HALL], "rejected": [user("So?"), HALL]},
         "preference",
         "chosen and rejected answer different prompts",
     ),

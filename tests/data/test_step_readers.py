@@ -44,6 +44,13 @@ def test_a_flag_names_the_column_of_the_first_wrong_step():
     assert example.labels[:2] == (1.0, 0.0) and math.isnan(example.labels[2])
 
 
+@pytest.mark.parametrize("name", ["first_error_step", "first_wrong", "mistake_index"])
+def test_no_number_of_a_first_wrong_step_says_that_all_are_right(name):
+    rows = [{**ROW, name: 1}, {**ROW, name: None}, {**ROW, name: math.nan}]
+    labels = [example.labels for example in read(rows, "steps", label_column=name)]
+    assert labels[1] == labels[2] == (1.0, 1.0, 1.0)
+
+
 @pytest.mark.parametrize(
     ("label", "words"),
     [
@@ -53,6 +60,7 @@ def test_a_flag_names_the_column_of_the_first_wrong_step():
         ([1, 0, -1], r"'label' is \[1, 0, -1\]; expected true, false, or numbers from 0 to 1"),
         ([1, 1], "'steps' has 3 steps, but 'label' 2"),
         (["a", "b", "c"], "an entry of 'label' is str"),
+        (None, "'label' is null; expected a list .*, or the number of the .*-1 if all are right"),
     ],
 )
 def test_other_labels_are_refused(label, words):

@@ -169,11 +169,10 @@ def without_nulls(value):
 
 
 def hash_of(rows) -> str:
-    """Of token rows without `digest`; of a prompt's columns without those that are null."""
-    plain = [
-        {name: value for name, value in row.items() if name not in ("digest", "source")}
-        for row in rows
-    ]
+    """Of token rows without `digest` and `untrained_spans`; of a prompt's columns without those
+    that are null."""
+    left_out = ("digest", "source", "untrained_spans")
+    plain = [{name: value for name, value in row.items() if name not in left_out} for row in rows]
     plain = [
         row | ({"row": without_nulls(json.loads(row["row"]))} if "row" in row else {})
         for row in plain

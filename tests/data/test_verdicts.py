@@ -144,13 +144,48 @@ def test_a_tie_of_two_conversations_that_part_early_is_no_bad_row():
     assert form.read(tie, "preference") == form.read(tie, "sft") == form.read(tie, "unpaired") == []
 
 
-def test_true_and_false_say_nothing_of_two_answers_and_no_pair_is_advised_without_them():
-    rows = [sides(*RAB, True, is_a_better=True), sides(*RAB, False, is_a_better=False)]
-    flags = {"chosen_column": "answer_a", "rejected_column": "answer_b"}
-    with pytest.raises(UserError, match="if 'is_a_better' says .* --better_column is_a_better$"):
+@pytest.mark.parametrize("values", [(True, False), ("yes", "No"), (1, 0), ("True", "False")])
+@pytest.mark.parametrize(
+    ("name", "is_of_first"),
+    [
+        ("is_a_better", True),
+        ("first_is_better", True),
+        ("answer_a_wins", True),
+        ("aBeatsB", True),
+        ("b_better_than_a", False),
+        ("is_second_preferred", False),
+        ("first_is_worse", False),
+    ],
+)
+def test_a_flag_reads_a_verdict_of_two_values_whose_name_says_of_which_answer(
+    name, is_of_first, values
+):
+    of_good_first, of_bad_first = values if is_of_first else values[::-1]
+    rows = [
+        sides(*RAB, True, **{name: of_good_first}),
+        sides(*RAB, False, **{name: of_bad_first}),
+        sides(*RAB, True, **{name: "tie"}),
+    ]
+    with pytest.raises(UserError, match=f"if '{name}' says .* --better_column {name}$") as caught:
         form_of(rows, **CHAT, use="preference")
-    with pytest.raises(UserError, match="'is_a_better' is 'true'; .*--data_format"):
-        read(rows, "preference", better_column="is_a_better", **CHAT, **flags)
+    pairs = read(rows, "preference", **CHAT, **flags_in(str(caught.value)))
+    assert [list(pair.answers) for pair in pairs] == [[GOOD, BAD]] * 2
+    flags = {"chosen_column": RAB[0], "rejected_column": RAB[1]}
+    with pytest.raises(UserError, match=f"'{name}' holds .*--better_column {name}"):
+        form_of(rows, **CHAT, **flags)  # and no pair is trained upside down
+
+
+def test_true_and_false_without_a_name_that_says_of_which_answer_need_a_choice():
+    rows = [sides(*RAB, True, verdict=True), sides(*RAB, False, verdict=False)]
+    with pytest.raises(UserError, match="'verdict' holds true and false") as caught:
+        form_of(rows, **CHAT, use="preference")
+    ways = str(caught.value).split("if ")[1:]
+    assert [way.split(" is for")[0] for way in ways] == ["true", "false"]
+    good_first = [read(rows, "preference", **CHAT, **flags_in(way)) for way in ways]
+    assert [[one.answers[0] for one in each] for each in good_first] == [[GOOD] * 2, [BAD] * 2]
+    form = form_of(rows, **CHAT, **flags_in(ways[0]))
+    with pytest.raises(UserError, match=r"'verdict' is 'maybe'; expected true or false \(whether"):
+        form.read(sides(*RAB, True, verdict="maybe"), "preference")
 
 
 @pytest.mark.parametrize(
@@ -278,14 +313,17 @@ def test_each_rejected_answer_makes_a_pair_and_a_bad_answer():
     assert labelled == [(" a", 1.0), (" b", 0.0), (" c", 0.0), (" d", 0.0)]
 
 
-def test_turns_of_conversations_that_differ_before_the_last_answer_are_no_pair():
+def test_turns_of_conversations_may_part_before_the_last_answer():
     turns = {"prompt": ["a?", "b?"], "response_a": ["x", GOOD], "response_b": ["x", BAD]}
     first = {**turns, "winner": "a"}
     form = form_of([first])
     [pair] = form.read(first, "preference")
     assert pair.prompt == [user("a?"), assistant("x"), user("b?")] and pair.answers == [GOOD, BAD]
-    with pytest.raises(UserError, match="chosen and rejected answer different prompts"):
-        form.read({**first, "response_b": ["y", BAD]}, "preference")
+    [pair] = form.read({**first, "response_b": ["y", BAD], "winner": "b"}, "preference")
+    better, worse = [
+        [assistant(one), user("b?"), assistant(two)] for one, two in (("y", BAD), ("x", GOOD))
+    ]
+    assert pair.prompt == [user("a?")] and list(pair.answers) == [better, worse]
     with pytest.raises(UserError, match="'response_b' has 1 turns, but 'prompt' 2"):
         form.read({**first, "response_b": [BAD]}, "preference")
 
