@@ -222,7 +222,8 @@ def rows_fingerprint(rows: Dataset | StreamedRows) -> str:
         digest.update(digests.astype("<i8").tobytes())
         heartbeat()
         return digest.hexdigest()
-    columns = [name for name in rows.column_names if name not in (DIGEST, "source", "prompt_spans")]
+    left_out = (DIGEST, "source", "prompt_spans", "untrained_spans")
+    columns = [name for name in rows.column_names if name not in left_out]
     for part in rows.select_columns(columns).with_format("arrow").iter(batch_size=4096):
         if "row" in columns:  # its second line holds what is not a column of the data row
             texts = pyarrow.compute.replace_substring_regex(part.column("row"), r",?\n.*", "}")

@@ -82,6 +82,45 @@ def test_the_loss_covers_spans_of_the_prompt_too():
     assert batch.data_sources is None
 
 
+def test_what_the_user_says_in_an_answer_is_not_trained():
+    """Each answer has its own spans; the padding row has none left. KTO borrows the spans of an
+    answer with it."""
+    rows = Dataset.from_list(
+        [
+            {
+                "prompt_ids": [1, 2],
+                "answers": [[3, 4, 5, 6, 0], [7, 0]],
+                "untrained_spans": [[[1, 3]], []],
+                "margin": 0.0,
+                "label": 1.0,
+                "other_row": 1,
+            },
+            {
+                "prompt_ids": [8],
+                "answers": [[3, 0], [4, 5, 6, 9, 0]],
+                "untrained_spans": [[], [[0, 1], [2, 4]]],
+                "margin": 0.0,
+                "label": 0.0,
+                "other_row": 0,
+            },
+        ]
+    )
+    batch = collate_pairs(rows, [0, 1, PADDING_ROW], 0)
+    assert batch.answer_mask.long().tolist() == [
+        [0, 0, 1, 0, 0, 1, 1],
+        [0, 1, 1, 0, 0, 0, 0],
+        [0] * 7,
+        [0, 0, 1, 1, 0, 0, 0],
+        [0, 0, 1, 0, 0, 1, 0],
+        [0] * 7,
+    ]
+    labelled = collate_labelled(rows, [0, 1], 0, 9)
+    assert labelled.answer_mask.long().tolist() == [[0, 0, 1, 0, 0, 1, 1], [0, 1, 1, 0, 0, 0, 0]]
+    assert labelled.other_mask.long().tolist() == [[0, 0, 1, 1, 0, 0], [0, 1, 0, 0, 1, 1]]
+    cut = collate_labelled(rows, [1], 0, 4)  # the borrowed answer loses its end
+    assert cut.other_mask.long().tolist() == [[0, 1, 0, 0]]
+
+
 def test_pairs_put_all_chosen_answers_first():
     rows = Dataset.from_list(
         [

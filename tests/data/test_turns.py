@@ -495,3 +495,58 @@ def test_a_sample_and_a_refusal_do_not_control_the_terminal(capsys):
     for shown in (capsys.readouterr().out, str(UserError(f"row 1: {evil}"))):
         assert "a\\x1b[2Jb\\x9b1mc\\r\\u202ed\te" in shown
         assert not set(shown) & set("\x1b\x9b\r\u202e")
+
+
+def parted(tokenizer, *answers):
+    """The text of a prompt, and the text of each answer of several messages after it, with the
+    trained parts in brackets."""
+    encoded = encode_example(tokenizer, Example(TALK[:2], list(answers)))
+    texts = [tokenizer.decode(encoded.prompt)]
+    for ids, spans in zip(encoded.answers, encoded.untrained_spans, strict=True):
+        text = ""
+        begin = 0
+        for start, end in spans:
+            text += f"[{tokenizer.decode(ids[begin:start])}]{tokenizer.decode(ids[start:end])}"
+            begin = end
+        texts.append(f"{text}[{tokenizer.decode(ids[begin:])}]")
+    return texts
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama-3", "zephyr"])
+def test_an_answer_of_several_messages_trains_what_the_assistant_says(name):
+    """All of it is what the template renders of the conversation."""
+    tokenizer = chat_tokenizer("bytes", name)
+    one = [{"role": "assistant", "content": text} for text in ("Here.", "There.")]
+    asked = {"role": "user", "content": "And now?"}
+    rest = [{"role": "assistant", "content": text} for text in ("Gone.", "Still there.")]
+    prompt, *answers = parted(tokenizer, *([a, asked, b] for a, b in zip(one, rest, strict=True)))
+    end = turn_end(tokenizer)
+    for answer, first, last in zip(answers, one, rest, strict=True):
+        begun, between, ended = re.fullmatch(r"\[(.*?)\](.*)\[(.*)\]", answer, re.S).groups()
+        assert [begun, ended] == [first["content"] + end.kept, last["content"] + end.kept]
+        assert "And now?" in between
+        whole = tokenizer.apply_chat_template([*TALK[:2], first, asked, last], tokenize=False)
+        assert prompt + begun + between + ended + end.dropped == whole
+
+
+def test_a_turn_of_several_messages_that_is_excluded_is_not_trained():
+    """Nor what a tool returned, in which special tokens are text; and the sample shows it."""
+    tokenizer = chat_tokenizer("bytes", "chatml")
+    excluded = {"role": "assistant", "content": "Here.", "_context": True}
+    answer = [
+        excluded,
+        {"role": "user", "content": "Sure?"},
+        {"role": "assistant", "content": "No"},
+    ]
+    [_, text, plain] = parted(tokenizer, answer, "Yes")
+    assert text.startswith("[]Here.<|im_end|>[]") and text.endswith("[No<|im_end|>]")
+    assert plain == "[Yes<|im_end|>]"
+    encoded = encode_example(tokenizer, Example(TALK[:2], [answer, "Yes"]))
+    row = {
+        "prompt_ids": encoded.prompt,
+        "answers": encoded.answers,
+        "untrained_spans": encoded.untrained_spans,
+    }
+    sample, other = row_sample(tokenizer, row).split("\nor ")
+    assert "⟦Here" not in sample and sample.endswith("⟦No<|im_end|>⟧")
+    assert other.endswith("⟦Yes<|im_end|>⟧") and other.count("⟦") == 1
