@@ -78,6 +78,7 @@ class Advice:
     pairs: tuple[Choice, ...] = ()  # two answers, and which one is better
     verdict: str = ""  # the column that seems to say it
     labels: tuple[Choice, ...] = ()  # the label of single answers
+    singles: tuple[Choice, ...] = ()  # a prompt and its answer
     has_steps: bool = False
 
     def choices_for(self, use: Use | None) -> tuple[Choice, ...]:
@@ -104,6 +105,13 @@ class Advice:
         if use in ("preference", "unpaired"):
             return tuple(name for name in self.sets if SETS[name].rejected is not None)
         return self.sets
+
+    @property
+    def all_choices(self) -> tuple[Choice, ...]:
+        """Flags for columns that no form has."""
+        if self.sets:
+            return ()
+        return self.pairs + self.labels + self.singles
 
     @property
     def for_any(self) -> str:
@@ -166,6 +174,7 @@ def advice_for(columns: list[str], rows: list[Row]) -> Advice:
         pairs,
         verdict,
         labels=_of_labels(columns, rows),
+        singles=_of_singles(columns, rows),
         has_steps="steps" in columns,
     )
 
@@ -257,6 +266,21 @@ def _two_of_list(columns: list[str], rows: list[Row]) -> tuple[str, str] | None:
             if entries and all(isinstance(entry, dict) and key in entry for entry in entries):
                 return f"{column}.0.{key}", f"{column}.1.{key}"
     return None
+
+
+def _of_singles(columns: list[str], rows: list[Row]) -> tuple[Choice, ...]:
+    """The flags for a prompt and its answer, if two columns alone hold texts of several words."""
+    texts = list[str]()
+    for column in columns:
+        values = [str(row.get(column) or "").strip() for row in rows]
+        is_text = any(isinstance(row.get(column), str) for row in rows)
+        if is_text and 2 * sum(" " in value for value in values) >= len(values):
+            texts.append(column)
+    if len(texts) != 2:
+        return ()
+    prompt, answer = texts
+    flags = {"prompt_column": prompt, "response_column": answer}
+    return (Choice(f"if '{answer}' is the answer to '{prompt}'", flags),)
 
 
 def _of_labels(columns: list[str], rows: list[Row]) -> tuple[Choice, ...]:

@@ -279,7 +279,7 @@ def _candidates(sample: Sample) -> Iterator[Candidate]:
             f"{sample.name}: has the columns {quoted_names(sample.columns)}, which {what}",
             f"{sample.advice.for_any}{hint}",
             is_sure=bool(sample.advice.sets),
-            choices=() if sample.advice.sets else sample.advice.pairs + sample.advice.labels,
+            choices=sample.advice.all_choices,
         )
     # whose reader says what is wrong with each row
     closest = max(reversed(left), key=_closeness)

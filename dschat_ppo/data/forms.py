@@ -150,7 +150,7 @@ class Form:
         if self.kind.labelled and use == "preference":
             way = "answers with labels are for --objective kto"
             choices = ()
-        elif self.uses == ("prompt",) and use != "steps" and not self.advice.sets:
+        elif self.uses == ("prompt",) and not self.advice.sets and not self.advice.has_steps:
             what = f"{what}, and no response is there to train on"
             way = FOR_STEP_3
         raise UnreadError(what, way, is_sure=bool(self.advice.sets), choices=choices)

@@ -190,6 +190,8 @@ class Trial:
         roles = ("prompt", "input", "messages")
         if use != "prompt":
             roles = (*roles, "response", "chosen")
+        if use in ("preference", "unpaired"):
+            roles = (*roles, "rejected", "first", "second")
         if use == "steps":
             roles = (*roles, "label")
         columns = tuple(form.columns[role] for role in roles if role in form.columns)

@@ -118,6 +118,11 @@ CASES = {
         "preference",
         [[(Q, [GOOD, BAD])] * 2],
     ),
+    "an article and its highlights": (
+        [{"id": "1", "article": PASSAGE, "highlights": "It is there."}],
+        "sft",
+        [[(PASSAGE, ["It is there."])]],
+    ),
     "prompts beside pairs": (
         [{"question": Q, "response_j": GOOD, "response_k": BAD}],
         "prompt",

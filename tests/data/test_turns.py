@@ -530,7 +530,7 @@ def test_an_answer_of_several_messages_trains_what_the_assistant_says(name):
 
 
 def test_a_turn_of_several_messages_that_is_excluded_is_not_trained():
-    """Nor what a tool returned, in which special tokens are text; and the sample shows it."""
+    """The printed sample shows it too."""
     tokenizer = chat_tokenizer("bytes", "chatml")
     excluded = {"role": "assistant", "content": "Here.", "_context": True}
     answer = [
