@@ -169,8 +169,8 @@ def _rendered_chat(
         if isinstance(answer, list):
             answers.append(_rendered_turns(tokenizer, messages, text, answer, tools, variables))
             continue
-        turn, final = render_answer(tokenizer, messages, text, answer, tools, variables)
-        answers.append(([_Piece(turn)], final))
+        answer_text, final = render_answer(tokenizer, messages, text, answer, tools, variables)
+        answers.append(([_Piece(answer_text)], final))
         if isinstance(answer, dict):
             check_calls(tokenizer, messages, answer, tools, variables)
     return _Rendered(text, True, answers, spans, is_divided=messages != prompt)

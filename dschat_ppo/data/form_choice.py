@@ -18,7 +18,7 @@ from dschat_ppo.data.content import (
     is_of_rewards,
 )
 from dschat_ppo.data.examples import VARIABLES_COLUMN, Example, Row, field_at, has_value
-from dschat_ppo.data.form_columns import about_columns, correct_answer, watched_columns
+from dschat_ppo.data.form_columns import correct_answer, description_of, watched_columns
 from dschat_ppo.data.form_kinds import FORMS, KINDS, Kind, set_named
 from dschat_ppo.data.form_rendering import Candidate, rendering_of
 from dschat_ppo.data.form_sample import Sample, exists, quoted_names, sample_of
@@ -140,7 +140,7 @@ def _completed(sample: Sample, chosen: Candidate) -> Form:
         system = next((column for column in SYSTEM_COLUMNS if column in columns), None)
     truth = correct_answer(sample, chosen.form)
     by_role = chosen.form.columns
-    if truth.column is None and kind.name == "problem_solution":
+    if kind.name == "problem_solution" and truth.column != by_role.get("truth"):
         by_role = {role: column for role, column in by_role.items() if role != "truth"}
     has_variables = rendering == "chat" and VARIABLES_COLUMN in columns
     form = replace(
@@ -161,14 +161,10 @@ def _completed(sample: Sample, chosen: Candidate) -> Form:
         warning=warning,
         about=f"{name}: has the columns {quoted_names(columns)}, read as form {kind.name}",
     )
-    description = [about_prompts, *about_columns(form, columns, flags)]
-    if sample.missing:
-        description.append(f"{', '.join(sample.missing)}: it has no such column")
-    roles = ", ".join(f"{role}: {column}" for role, column in form.columns.items())
     return replace(
         form,
         watched=tuple(sorted(watched_columns(sample, form))),
-        description="; ".join([f"form {kind.name} ({roles})", *description]),
+        description=description_of(sample, form, about_prompts),
     )
 
 
@@ -268,22 +264,30 @@ def _candidates(sample: Sample) -> Iterator[Candidate]:
     if is_read:
         return
     if not left:
-        what = "fit no known form"
-        if asked:
-            names = ", ".join(names.replace(" ", "/") for names in FORMS[asked].roles.values())
-            what = f"do not fit the form {asked} ({names})"
-        hint = ""
-        if known:
-            hint = "; --data_format FORM reads it in another way than DeepSpeed-Chat"
-        raise UnreadError(
-            f"{sample.name}: has the columns {quoted_names(sample.columns)}, which {what}",
-            f"{sample.advice.for_any}{hint}",
-            is_sure=bool(sample.advice.sets),
-            choices=sample.advice.all_choices,
-        )
+        raise _no_form(sample, asked, is_known=known is not None)
     # whose reader says what is wrong with each row
     closest = max(reversed(left), key=_closeness)
     yield next((candidate for candidate in left if candidate.fits), closest)
+
+
+def _no_form(sample: Sample, asked: str, is_known: bool) -> UnreadError:
+    """The error of columns that no form has, or not the one that is `asked` for: by a flag, or if
+    it `is_known` by the name of the data set."""
+    what = "fit no known form"
+    if asked:
+        names = ", ".join(names.replace(" ", "/") for names in FORMS[asked].roles.values())
+        what = f"do not fit the form {asked} ({names})"
+    way = sample.advice.for_any
+    choices = sample.advice.all_choices
+    if is_known:
+        way += "; --data_format FORM reads it in another way than DeepSpeed-Chat"
+        choices = ()
+    return UnreadError(
+        f"{sample.name}: has the columns {quoted_names(sample.columns)}, which {what}",
+        way,
+        is_sure=bool(sample.advice.sets),
+        choices=choices,
+    )
 
 
 def _closeness(candidate: Candidate) -> tuple[int, bool]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.advice import as_known_set
 from dschat_ppo.data.content import (
     ALWAYS_CONTENT,
@@ -121,9 +120,12 @@ def watched_columns(sample: Sample, form: Form) -> set[str]:
     return watched
 
 
-def about_columns(form: Form, columns: list[str], flags: DataFlags) -> list[str]:
-    """What was understood of the other columns, for the log."""
-    facts = list[str]()
+def description_of(sample: Sample, form: Form, about_prompts: str) -> str:
+    """What was understood of a data set, in one line for the log."""
+    columns = sample.columns
+    flags = sample.flags
+    roles = ", ".join(f"{role}: {column}" for role, column in form.columns.items())
+    facts = [f"form {form.name} ({roles})", about_prompts]
     if form.system:
         facts.append(f"system messages from '{form.system}'")
     if form.tools:
@@ -154,4 +156,6 @@ def about_columns(form: Form, columns: list[str], flags: DataFlags) -> list[str]
         facts.append(as_known_set(tuple(known_sets)))
     if form.scale != "words":
         facts.append(f"'{form.columns['better']}' is {MEANINGS[form.scale]}")
-    return facts
+    if sample.missing:
+        facts.append(f"{', '.join(sample.missing)}: it has no such column")
+    return "; ".join(facts)

@@ -114,9 +114,9 @@ class Trial:
                 readings.setdefault(reading.columns, reading)
             if len(readings) + len(ways) == MOST_WAYS:
                 break
-        whole = [reading for reading in readings.values() if not reading.dropped]
+        complete = [reading for reading in readings.values() if not reading.dropped]
         of_questions = [column for column in lost if column in OF_QUESTIONS]
-        if of_questions and not whole:
+        if of_questions and not complete:
             ways.append(
                 f"--data_format FILE.py:FUNCTION can put '{of_questions[0]}' into the prompt"
                 " (docs/extending.md)"
@@ -187,13 +187,13 @@ class Trial:
         flags = dict(named)
         if further:
             flags["ignore_columns"] = further
-        roles = ("prompt", "input", "messages")
+        roles = ["prompt", "input", "messages"]
         if use != "prompt":
-            roles = (*roles, "response", "chosen")
+            roles += ["response", "chosen"]
         if use in ("preference", "unpaired"):
-            roles = (*roles, "rejected", "first", "second")
+            roles += ["rejected", "first", "second"]
         if use == "steps":
-            roles = (*roles, "label")
+            roles.append("label")
         columns = tuple(form.columns[role] for role in roles if role in form.columns)
         if "apply_chat_template" in named:
             columns = (*columns, "")  # not the same as what is read without it
@@ -220,9 +220,9 @@ class Trial:
         read = 0
         has_examples = False
         for row in self.rows:
-            kept = {column: value for column, value in row.items() if column not in ignored}
+            row_left = {column: value for column, value in row.items() if column not in ignored}
             with suppress(UserError):
-                examples = form.read(kept, use)
+                examples = form.read(row_left, use)
                 has_examples = has_examples or bool(examples)
                 read += 1
         return has_examples and 2 * read >= len(self.rows)
@@ -252,7 +252,7 @@ def _with_lost(
     flags that use the other columns, and those that need none of them."""
     if flags.apply_chat_template is None and {*SYSTEM_COLUMNS, "tools"} & set(lost):
         yield {"apply_chat_template": True}
-    for number, column in enumerate(lost):
+    for rank, column in enumerate(lost):
         if column in KINDS["alpaca"].roles["input"].split():
             for prompt in islice(_named(columns, rows, _PROMPTS), 1):
                 for answer in _named(columns, rows, _ANSWERS):
@@ -272,7 +272,7 @@ def _with_lost(
                 for prompt in islice(_named(columns, rows, _PROMPTS), 1):
                     yield {"prompt_column": prompt, "response_column": path}
             yield {"messages_column": path}
-        if number == 0:
+        if rank == 0:
             yield {}
     yield from _with_names(columns, rows, use)
 
@@ -337,8 +337,8 @@ def _is_transcript(value: Any) -> bool:
 
 def _paths(rows: list[Row], column: str) -> list[str]:
     """The column, or the first one of a list of texts in it, as in `answers.text` of SQuAD."""
-    given = [field_at(row, column) for row in rows if has_value(row, column)]
-    values = list(map(json_value, given))
+    raw_values = [field_at(row, column) for row in rows if has_value(row, column)]
+    values = list(map(json_value, raw_values))
     if values and all(isinstance(value, dict) and "text" in value for value in values):
         values = [value["text"] for value in values]
         column = f"{column}.text"
@@ -346,7 +346,7 @@ def _paths(rows: list[Row], column: str) -> list[str]:
         if all(isinstance(one, str) for value in values for one in value[:1]):
             return [f"{column}.0"]
         # messages, or the JSON text of something else, as of calls of tools
-        if all(map(looks_like_messages, values)) or all(isinstance(one, str) for one in given):
+        if all(map(looks_like_messages, values)) or all(isinstance(one, str) for one in raw_values):
             return [column]
         return []
     if any(isinstance(value, str | int) for value in values):

@@ -253,11 +253,7 @@ def _rows_of_example(
             outcome = Fitted.DROPPED  # the limit leaves no labelled step
         measured = fitted if outcome == Fitted.BLOCKS else ids
         longest = max((len(answer) for answer in measured.answers), default=0)
-        # most pairs have no untrained spans, and keep the hashes of earlier versions
-        hashed = [
-            value for name, value in columns.items() if name != "untrained_spans" or any(value)
-        ]
-        content = [str(value) for value in (example.margin, *hashed, *row_answers)]
+        content = [str(value) for value in (example.margin, *_hashed(columns), *row_answers)]
         token_rows.append(
             {
                 "problem": None,
@@ -272,6 +268,12 @@ def _rows_of_example(
             }
         )
     return token_rows
+
+
+def _hashed(columns: dict[str, Any]) -> list[Any]:
+    """The columns of a use that the digest of a row covers: without spans that are empty, so that
+    most pairs have the digest of earlier versions."""
+    return [value for name, value in columns.items() if name != "untrained_spans" or any(value)]
 
 
 def _columns_of_use(
