@@ -89,8 +89,7 @@ CONTEXT = "_context"
 class Example:
     """What one row asks and answers. The prompt is text that is used as it is, or chat messages up
     to the answer, for the chat template; that of plain text is "", and all of it is the answer. An
-    answer to chat messages may be one, or in step 2 several: those after which two conversations
-    part, in which the user goes on."""
+    answer to chat messages may be one, or in step 2 several, after which two conversations part."""
 
     prompt: str | Messages
     # [response] (SFT, unpaired), [chosen, rejected] (preference), the steps of one response
