@@ -23,7 +23,7 @@ from typing import Any
 from dschat_ppo.common.logging import quiet_hugging_face
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.config.flag_parser import flag_parser
+from dschat_ppo.config.flag_parser import FlagParser, flag_parser
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError, counted
@@ -41,18 +41,59 @@ STEPS = {
 _UNNAMED = ""  # stands for a model that the command does not name
 
 
-def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
+def read_preview_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
     """(the command's own flags, `step` as a name and `tokenizer` as a folder or hub name; the
     step's configuration)."""
-    of_data = (
-        flag_parser([DataFlags], add_help=False, usage=argparse.SUPPRESS).format_help().strip()
-    )
+    parser = _preview_parser()
+    args, step_words = parser.parse_known_args(argv)
+    step_flags = {word.split("=")[0] for word in step_words}
+    if args.step is None:
+        missing_data_path = "" if "--data_path" in step_flags else " and --data_path"
+        raise UserError(f"required: --step 1, 2, dpo or 3{missing_data_path} (all flags: --help)")
+    args.step = STEPS[args.step]
+    for name, least in (("rows", 1), ("samples", 0)):
+        value = vars(args)[name]
+        if value is not None and value < least:
+            raise UserError(f"--{name} must be at least {least}, got {value}")
+    if args.step == "ppo" and "--max_seq_len" in step_flags:
+        raise UserError(
+            "--max_seq_len belongs to steps 1 and 2; --max_prompt_seq_len limits the prompts of"
+            " step 3"
+        )
+    # values of required flags, for what the preview does not write or read
+    placeholders = {"output_dir": "."}
+    if args.step == "ppo":
+        placeholders["actor_model_name_or_path"] = _UNNAMED
+        placeholders["critic_model_name_or_path"] = "-"
+    else:
+        placeholders["model_name_or_path"] = _UNNAMED
+    config = parse(args.step, step_words, placeholders)
+    if config.data.streaming:
+        raise UserError(
+            "--streaming: the preview prepares data sets on the disk; omit --streaming and"
+            " --streaming_rows, and name a part of the data, such as one file, or"
+            " NAME[train[:1000]] on the hub"
+        )
+    if not args.tokenizer:
+        if args.step == "ppo":
+            args.tokenizer = config.ppo.actor_model_name_or_path
+        else:
+            args.tokenizer = config.fit.model_name_or_path
+    if not args.tokenizer:
+        raise UserError("required: --tokenizer MODEL, the folder or hub name of the model to train")
+    return args, config
+
+
+def _preview_parser() -> FlagParser:
+    """The parser of the command's own flags; its help shows the flags of the data too."""
+    data_help = flag_parser([DataFlags], add_help=False, usage=argparse.SUPPRESS).format_help()
     parser = flag_parser(
         [],
         prog="python -m dschat_ppo.tools.data",
         description=__doc__,
         epilog=(
-            f"Flags of all steps that say how data are read (the others: main.py --help)\n{of_data}"
+            "Flags of all steps that say how data are read (the others: main.py --help)\n"
+            f"{data_help.strip()}"
         ),
     )
     parser.usage = (
@@ -70,52 +111,14 @@ def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
     parser.add_argument(
         "--samples", type=int, default=3, help="samples of each data set (default: 3)"
     )
-    words, others = parser.parse_known_args(argv)
-    if words.step is None:
-        if any(word.split("=")[0] == "--data_path" for word in others):
-            data_path = ""
-        else:
-            data_path = " and --data_path"
-        raise UserError(f"required: --step 1, 2, dpo or 3{data_path} (all flags: --help)")
-    words.step = STEPS[words.step]
-    for name, least in (("rows", 1), ("samples", 0)):
-        value = vars(words)[name]
-        if value is not None and value < least:
-            raise UserError(f"--{name} must be at least {least}, got {value}")
-    if words.step == "ppo" and any(word.split("=")[0] == "--max_seq_len" for word in others):
-        raise UserError(
-            "--max_seq_len belongs to steps 1 and 2; --max_prompt_seq_len limits the prompts of"
-            " step 3"
-        )
-    if words.step == "ppo":
-        model = "actor_model_name_or_path"
-    else:
-        model = "model_name_or_path"
-    known = {"output_dir": ".", model: _UNNAMED}  # not written; not read
-    config = parse(
-        words.step,
-        others,
-        known | ({"critic_model_name_or_path": "-"} if words.step == "ppo" else {}),
-    )
-    if config.data.streaming:
-        raise UserError(
-            "--streaming: the preview prepares data sets on the disk; omit --streaming and"
-            " --streaming_rows, and name a part of the data, such as one file, or"
-            " NAME[train[:1000]] on the hub"
-        )
-    words.tokenizer = words.tokenizer or getattr(
-        config.ppo if words.step == "ppo" else config.fit, model
-    )
-    if not words.tokenizer:
-        raise UserError("required: --tokenizer MODEL, the folder or hub name of the model to train")
-    return words, config
+    return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    return exit_code_of(lambda: show(*read_words(argv)))
+    return exit_code_of(lambda: show(*read_preview_flags(argv)))
 
 
-def show(words: argparse.Namespace, config: StepConfig) -> None:
+def show(args: argparse.Namespace, config: StepConfig) -> None:
     """Prepare the data of a step as training does, and log samples of each data set."""
     quiet_hugging_face()
     # after the flags are checked: these imports take seconds
@@ -128,22 +131,24 @@ def show(words: argparse.Namespace, config: StepConfig) -> None:
     from dschat_ppo.rewards.build_rewards import check_routes
     from dschat_ppo.run.start_and_end import log_samples
 
-    folder = os.path.expanduser(words.tokenizer)
+    folder = os.path.expanduser(args.tokenizer)
     if not Path(folder).is_dir():  # it may lack a model's settings
         with settings_only():
             folder = model_folder(folder, "--tokenizer")
     tokenizer = with_template_flags(load_tokenizer(folder, "--tokenizer"), config.data)
-    rows = prepare(replace(config.step_data, most_rows=words.rows), tokenizer)
-    log_samples(tokenizer, rows.at_hand, rows.sources, words.samples)
+    rows = prepare(replace(config.step_data, most_rows=args.rows), tokenizer)
+    log_samples(tokenizer, rows.at_hand, rows.sources, args.samples)
     if isinstance(config, PPOConfig) and isinstance(rows.train, Dataset):
         check_routes(
             config.rewards,
             rows.sources,
             rows.train["row"],
-            words.rows is None,
+            args.rows is None,
             config.teacher.routes,
         )
-    held_out = 0 if rows.eval is None else len(rows.eval)
+    held_out = 0
+    if rows.eval is not None:
+        held_out = len(rows.eval)
     print(f"an epoch has {counted(len(rows.train), 'row')}; held out: {held_out}")
 
 

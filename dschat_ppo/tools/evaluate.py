@@ -16,6 +16,7 @@ its prompt.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -81,7 +82,8 @@ class ToolFlags:
     )
 
 
-def read_arguments(argv: Sequence[str]) -> EvaluationRequest:
+def evaluation_request(argv: Sequence[str]) -> EvaluationRequest:
+    """What the command line asks for; `UserError` if its flags do not fit each other."""
     parser = flag_parser(
         [ToolFlags], prog="python -m dschat_ppo.tools.evaluate", description=__doc__
     )
@@ -90,59 +92,62 @@ def read_arguments(argv: Sequence[str]) -> EvaluationRequest:
     add_groups(parser, [DataFlags, RewardSourceFlags, EnvironmentFlags], without=NOT_HERE)
     parser.advice = lambda name: NOT_HERE.get(name, "")
     parser.set_defaults(data_path=[], truncation=None)
-    words = parser.parse_args(argv)
+    args = parser.parse_args(argv)
 
     def values_of_group(group: type) -> dict[str, Any]:
         return {
-            field.name: getattr(words, field.name)
+            field.name: getattr(args, field.name)
             for field in fields(group)
-            if hasattr(words, field.name)
+            if hasattr(args, field.name)
         }
 
-    learned = words.reward_model_name_or_path
     environment = EnvironmentFlags(**values_of_group(EnvironmentFlags))
+    reward_model = args.reward_model_name_or_path
     rewards = None
-    if learned or words.reward_function or words.remote_reward_url or environment.gives_reward:
+    if reward_model or args.reward_function or args.remote_reward_url or environment.gives_reward:
         rewards = RewardSourceFlags(
-            **values_of_group(RewardSourceFlags), use_reward_model=learned is not None
+            **values_of_group(RewardSourceFlags), use_reward_model=reward_model is not None
         )
-    if not words.model or not words.data_path:
+    _check_flags(args, has_reward=rewards is not None, has_episodes=environment.is_used)
+    prompts = values_of_group(DataFlags)
+    # rows that are too long: as in step 3
+    prompts["truncation"] = args.truncation or PPOConfig.own_defaults["truncation"]
+    return EvaluationRequest(
+        args, DataFlags(**prompts), rewards, environment, sampling_settings_of(args)
+    )
+
+
+def _check_flags(args: argparse.Namespace, has_reward: bool, has_episodes: bool) -> None:
+    """Refuse flags that are missing, or that do not fit each other."""
+    if not args.model or not args.data_path:
         raise UserError("give --model and --data_path: the models answer the prompts of a data set")
-    if len(set(words.model)) < len(words.model):
+    if len(set(args.model)) < len(args.model):
         raise UserError("--model names a model twice")
-    if words.decoding == "greedy" and words.samples > 1:
+    if args.decoding == "greedy" and args.samples > 1:
         raise UserError("--samples has no effect with --decoding greedy; omit one of them")
-    if environment.is_used and bool(words.write_best or words.write_pairs):
+    if has_episodes and bool(args.write_best or args.write_pairs):
         raise UserError(
             "--write_best and --write_pairs are for single answers, not for episodes; omit them"
         )
-    if environment.is_used and words.process_reward is not None:
+    if has_episodes and args.process_reward is not None:
         raise UserError("--process_reward scores the steps of one answer, not of episodes; omit it")
-    if words.write_pairs is not None and (words.samples == 1 or rewards is None):
+    if args.write_pairs is not None and (args.samples == 1 or not has_reward):
         raise UserError(
             "--write_pairs compares the scores of several answers: give --samples 2 or more, "
             "and a reward"
         )
-    if words.write_best is not None and words.samples > 1 and rewards is None:
+    if args.write_best is not None and args.samples > 1 and not has_reward:
         raise UserError(
             "--write_best takes the answer with the best score: give a reward, or --samples 1"
         )
-    # rows that are too long: as in step 3
-    truncation = words.truncation or PPOConfig.own_defaults["truncation"]
-    return EvaluationRequest(
-        words,
-        DataFlags(**values_of_group(DataFlags) | {"truncation": truncation}),
-        rewards,
-        environment,
-        sampling_settings_of(words),
-    )
 
 
 def main(argv: Sequence[str]) -> int:
-    return exit_code_of(lambda: _evaluate(read_arguments(argv)))
+    return exit_code_of(lambda: _evaluate(evaluation_request(argv)))
 
 
 def _evaluate(request: EvaluationRequest) -> None:
+    """Evaluate the models, print the results, and write the files that the flags name."""
     # after the flags are checked: these imports take seconds
     import torch
 
@@ -152,8 +157,8 @@ def _evaluate(request: EvaluationRequest) -> None:
     from dschat_ppo.common.paths import shown_path
     from dschat_ppo.tools.evaluate_models import (
         Evaluated,
-        answer_lines,
         evaluate_models,
+        response_lines,
         result_json,
         result_notes,
         result_table,
@@ -161,29 +166,29 @@ def _evaluate(request: EvaluationRequest) -> None:
     )
 
     quiet_libraries()
-    makers: dict[str, Callable[[Evaluated], str]] = {
+    file_contents: dict[str, Callable[[Evaluated], str]] = {  # by the flag that names the file
         "json": result_json,
         "write_best": partial(training_rows, is_pair=False),
         "write_pairs": partial(training_rows, is_pair=True),
     }
-    files: dict[str, Path] = {}
-    for name in makers:
-        given_path = getattr(request.words, name)
-        if given_path is None:
+    paths: dict[str, Path] = {}
+    for name in file_contents:
+        file_name = getattr(request.args, name)
+        if file_name is None:
             continue
-        path = Path(given_path)
+        path = Path(file_name)
         if os.path.isdir(path) or not path.resolve().parent.is_dir():
             raise UserError(
                 f"--{name} {path}: is a folder, or in none; name a file in a folder that exists"
             )
-        files[name] = path
+        paths[name] = path
     evaluated = evaluate_models(request)
-    lines = answer_lines(evaluated, request.words.show)
+    lines = response_lines(evaluated, request.args.show)
     for line in lines + result_table(evaluated) + result_notes(evaluated):
         print(line)
-    for name, path in files.items():
+    for name, path in paths.items():
         try:
-            path.write_text(makers[name](evaluated), encoding="utf-8")
+            path.write_text(file_contents[name](evaluated), encoding="utf-8")
         except OSError as problem:
             raise StorageError(f"{path}: cannot be written ({problem.strerror})") from None
         print(f"written: {shown_path(path)}")

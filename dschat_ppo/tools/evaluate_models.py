@@ -1,5 +1,5 @@
-"""An evaluation: checks, the answers of models to the same prompts, their scores, and the results
-as a table, as answers in text, and as JSON."""
+"""An evaluation: checks, the responses of models to the same prompts, their scores, and the results
+as a table, as responses in text, and as JSON."""
 
 from __future__ import annotations
 
@@ -43,9 +43,14 @@ from dschat_ppo.ppo.evaluation import (
 )
 from dschat_ppo.ppo.generation_settings import end_ids, greedily
 from dschat_ppo.ppo.score import RewardRequests
-from dschat_ppo.rewards.build_rewards import build_sources, check_columns, check_sources
+from dschat_ppo.rewards.build_rewards import (
+    CheckedFunction,
+    build_sources,
+    check_columns,
+    check_sources,
+)
 from dschat_ppo.rewards.learned_reward import model_reward
-from dschat_ppo.rewards.reward_source import RewardMixture
+from dschat_ppo.rewards.reward_source import RewardMixture, RewardSource
 from dschat_ppo.rollout.continuous_batching import never
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import StoppingCriteria
@@ -72,14 +77,14 @@ class Share:
 
 @dataclass
 class Result:
-    """The answers of one model with one way of decoding, a row of the table."""
+    """The responses of one model with one way of decoding, a row of the table."""
 
     model: str  # as the user gave it
     label: str  # its short name
     decoding: str  # "greedy" or "sampled"
     metrics: dict[str, float]  # with several data sets also "NAME/DATA SET"
     scores_by_source: dict[str, float]  # mean of each reward source
-    failed_scores: int  # answers whose reward function failed, or that no source scored
+    failed_scores: int  # responses whose reward function failed, or that no source scored
     prompts: list[EvaluatedPrompt]  # one for each prompt; the scores are NaN if nothing scores them
     # against the first model with the same decoding; None for that one, and without a reward
     wins: Share | None = None
@@ -105,29 +110,31 @@ class Evaluated:
     flags: dict[str, str]
     scored: bool  # there is a reward
     results: list[Result]
-    asked: list[str | Messages]  # the prompts of the first model, in the order of its answers
+    asked: list[str | Messages]  # the prompts of the first model, in the order of its responses
 
 
 def evaluate_models(request: EvaluationRequest) -> Evaluated:
     """Carry out an evaluation. Everything is checked before a model is loaded. `NonFiniteError` if
     the log-probs of a model are not finite."""
-    words = request.words
+    args = request.args
     rewards = request.rewards
-    functions = [] if rewards is None else check_sources(rewards)
-    models = checked_models([("--model", name) for name in words.model], request.prompts)
-    longest = words.max_prompt_seq_len + request.settings.max_tokens
+    functions: list[CheckedFunction] = []
+    if rewards is not None:
+        functions = check_sources(rewards)
+    models = checked_models([("--model", name) for name in args.model], request.prompts)
+    longest = args.max_prompt_seq_len + request.settings.max_tokens
     for model in models:
         require_length(model.folder, longest, LIMITS)
-    reward_model = None
+    reward_model: CheckedModel | None = None
     if rewards is not None and rewards.reward_model_name_or_path:
-        names = [(REWARD_FLAG, rewards.reward_model_name_or_path)]
-        reward_model = checked_models(names, request.prompts, is_scorer=True)[0]
+        name = rewards.reward_model_name_or_path
+        [reward_model] = checked_models([(REWARD_FLAG, name)], request.prompts, is_scorer=True)
     prompts, data_sets = _prompts(request, models)
     check_columns(functions, "--data_path", prompts[0]["row"])
     folders = [model.folder for model in models]
     if reward_model is not None:
         folders.append(reward_model.folder)
-    dtype = dtype_for_tool(words.dtype, folders)
+    dtype = dtype_for_tool(args.dtype, folders)
 
     scorer = None
     if reward_model is not None:
@@ -140,7 +147,7 @@ def evaluate_models(request: EvaluationRequest) -> Evaluated:
         _count_wins(results)
     flags = {
         name: without_credentials(str(value))
-        for name, value in vars(words).items()
+        for name, value in vars(args).items()
         if value not in (None, [], "")
     }
     asked = [
@@ -203,7 +210,7 @@ def _prepared_prompts(
     request: EvaluationRequest, model: CheckedModel
 ) -> tuple[Dataset, tuple[str, ...]]:
     """The prompts as token rows of a model, and the names of their data sets."""
-    limit = request.words.max_prompt_seq_len
+    limit = request.args.max_prompt_seq_len
     step = StepData("prompt", request.prompts, limit, whole_flag="--data_path")
     tools = described_tools(request.environment, model.tokenizer, limit)
     prepared = prepare(replace(step, tools=tools), model.tokenizer)
@@ -213,7 +220,7 @@ def _prepared_prompts(
             f"--data_path: no row is within --max_prompt_seq_len {limit}; raise it, or use"
             " --truncation left"
         )
-    count = min(request.words.max_prompts or len(rows), len(rows))
+    count = min(request.args.max_prompts or len(rows), len(rows))
     return rows.select(range(count)), prepared.eval_sources
 
 
@@ -225,73 +232,93 @@ def _results_of(
     request: EvaluationRequest,
     scorer: LoadedReward | None,
 ) -> list[Result]:
-    """Load a model and answer all prompts; one entry for each way of decoding. Answers depend on
+    """Load a model and answer all prompts; one entry for each way of decoding. Responses depend on
     seed and prompt alone, not on batches; step 3 evaluates with the same seeds."""
-    words = request.words
+    args = request.args
     loaded: Any = load_causal_lm(checked.folder, dtype, None)
     model = loaded.to(dist.device()).eval()
     use_fast_layers(model)
-    stopping = StoppingCriteria(request.settings.max_tokens, end_ids(checked.tokenizer, model))
-    try:
-        sampled = choose_engine(
-            model,
-            GenerationConfig(request.settings.sampling, stopping, words.samples),
-            has_turns=request.environment.is_used,
-        )
-    except RuntimeError as problem:
-        raise UserError(f"{checked.flag} {checked.name}: {in_one_line(problem)}") from None
-    configs = {"greedy": replace(greedily(sampled), samples=1), "sampled": sampled}
-    if words.decoding != "both":
-        configs = {words.decoding: configs[words.decoding]}
+    configs = _generation_configs(model, checked, request)
     results = []
     with ExitStack() as at_end:
         episodes: EpisodeRollouts | None = None
         if request.environment.is_used:
             episodes = EpisodeRollouts(
-                request.environment, checked.tokenizer, words.max_prompt_seq_len
+                request.environment, checked.tokenizer, args.max_prompt_seq_len
             )
             at_end.enter_context(closing(episodes))
         mixture = _reward_mixture(request, checked, scorer, episodes)
-        requests = RewardRequests(
-            at_end.enter_context(closing(mixture)), prompts, checked.tokenizer, episodes
-        )
+        at_end.enter_context(closing(mixture))
+        reward_requests = RewardRequests(mixture, prompts, checked.tokenizer, episodes)
         for decoding, config in configs.items():
             logger().info(
                 f"{checked.label}: {decoding}, {len(prompts)} prompts, {config.samples} answer(s)"
                 " to each"
             )
             rows = list[EvaluatedPrompt]()
-            for first in range(0, len(prompts), words.batch_size):
-                indices = list(range(first, min(first + words.batch_size, len(prompts))))
+            for first in range(0, len(prompts), args.batch_size):
+                indices = list(range(first, min(first + args.batch_size, len(prompts))))
                 rollout = _rollout(
                     model, prompts, indices, config, request.settings.seed, checked, episodes
                 )
-                reward_request = requests.request(rollout, indices, 0)
-                scores = mixture(reward_request, rollout)
+                batch_request = reward_requests.request(rollout, indices, 0)
+                scores = mixture(batch_request, rollout)
                 if request.rewards is None:
                     scores = replace(scores, total=torch.full_like(scores.total, torch.nan))
                 rows += evaluated_prompts(
-                    requests, indices, rollout, reward_request.texts, scores, data_sets
+                    reward_requests, indices, rollout, batch_request.texts, scores, data_sets
                 )
-            failed_rows = requests.count_failed_rows()
-            failed = failed_rows.faults + failed_rows.unscored
-            if failed:
-                logger().warning(
-                    f"{checked.label}: {failed} answers were not scored (--reward_default)"
-                )
-            is_scored = request.rewards is not None
-            metrics = _metrics(rows, words.pass_score, is_scored)
-            if episodes is not None:
-                metrics |= episodes.take_metrics()
-            means = {}
-            for name in mixture.names if is_scored else ():
-                means[name] = float(
-                    torch.tensor([row.scores_by_source[name] for row in rows]).nanmean()
-                )
-            results.append(
-                Result(checked.name, checked.label, decoding, metrics, means, failed, rows)
-            )
+            results.append(_result(checked, decoding, rows, request, reward_requests, episodes))
     return results
+
+
+def _generation_configs(
+    model: Any, checked: CheckedModel, request: EvaluationRequest
+) -> dict[str, GenerationConfig]:
+    """How the model generates, by the name of the decoding, "greedy" or "sampled". `UserError` if
+    its architecture is not supported."""
+    stopping = StoppingCriteria(request.settings.max_tokens, end_ids(checked.tokenizer, model))
+    try:
+        sampled = choose_engine(
+            model,
+            GenerationConfig(request.settings.sampling, stopping, request.args.samples),
+            has_turns=request.environment.is_used,
+        )
+    except RuntimeError as problem:
+        raise UserError(f"{checked.flag} {checked.name}: {in_one_line(problem)}") from None
+    configs = {"greedy": replace(greedily(sampled), samples=1), "sampled": sampled}
+    decoding = request.args.decoding
+    if decoding == "both":
+        return configs
+    return {decoding: configs[decoding]}
+
+
+def _result(
+    checked: CheckedModel,
+    decoding: str,
+    rows: list[EvaluatedPrompt],
+    request: EvaluationRequest,
+    reward_requests: RewardRequests,
+    episodes: EpisodeRollouts | None,
+) -> Result:
+    """The row of the table for a model and a way of decoding; takes the counts of failed scores and
+    the metrics of the episodes since the last one."""
+    failed_rows = reward_requests.count_failed_rows()
+    failed_scores = failed_rows.faults + failed_rows.unscored
+    if failed_scores:
+        logger().warning(
+            f"{checked.label}: {failed_scores} answers were not scored (--reward_default)"
+        )
+    is_scored = request.rewards is not None
+    metrics = _metrics(rows, request.args.pass_score, is_scored)
+    if episodes is not None:
+        metrics |= episodes.take_metrics()
+    means: dict[str, float] = {}  # of each reward source
+    if is_scored:
+        for name in reward_requests.mixture.names:
+            source_scores = torch.tensor([row.scores_by_source[name] for row in rows])
+            means[name] = float(source_scores.nanmean())
+    return Result(checked.name, checked.label, decoding, metrics, means, failed_scores, rows)
 
 
 def _reward_mixture(
@@ -305,17 +332,21 @@ def _reward_mixture(
         return RewardMixture([])
     learned = None
     if scorer is not None:
-        has_same_tokens = checked.tokenizer.get_vocab() == scorer.checked.tokenizer.get_vocab()
+        scorer_tokenizer = None  # that of the policy
+        if checked.tokenizer.get_vocab() != scorer.checked.tokenizer.get_vocab():
+            scorer_tokenizer = scorer.checked.tokenizer
         learned = model_reward(
             scorer.model,
             scorer.checked.folder,
             checked.tokenizer,
-            None if has_same_tokens else scorer.checked.tokenizer,
+            scorer_tokenizer,
             request.rewards.process_reward,
-            request.words.max_batch_tokens,
+            request.args.max_batch_tokens,
         )
-    of_environments = [] if episodes is None else episodes.reward_sources
-    return build_sources(request.rewards, learned, of_environments)
+    environment_sources: Sequence[tuple[RewardSource, float]] = []
+    if episodes is not None:
+        environment_sources = episodes.reward_sources
+    return build_sources(request.rewards, learned, environment_sources)
 
 
 def _rollout(
@@ -379,20 +410,24 @@ def result_table(evaluated: Evaluated) -> list[str]:
         head.append(f"wins against {first.label} [95 %]")
     lines = [head]
     for result in evaluated.results:
-        endings = {result.label: ""}  # of the names of its metrics
+        # label of a line -> what follows the names of its metrics
+        suffixes = {result.label: ""}
         for row in result.prompts:
             if row.data_source:
-                endings[f"  {row.data_source}"] = f"/{row.data_source}"
-        for label, ending in endings.items():
-            cells = [metric_text(result.metrics.get(f"{name}{ending}")) for name in metrics]
-            if has_wins:
-                cells.append(_wins_text(result.wins) if not ending else "")
+                suffixes[f"  {row.data_source}"] = f"/{row.data_source}"
+        for label, suffix in suffixes.items():
+            cells = [metric_text(result.metrics.get(f"{name}{suffix}")) for name in metrics]
+            if has_wins and not suffix:  # wins are counted over all data sets
+                cells.append(_wins_text(result.wins))
+            elif has_wins:
+                cells.append("")
             lines.append([label, result.decoding, *cells])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
+    padded_lines = []
+    for line in lines:
+        padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        padded_lines.append("  ".join(padded).rstrip())
+    return padded_lines
 
 
 def _wins_text(wins: Share | None) -> str:
@@ -417,21 +452,21 @@ def result_notes(evaluated: Evaluated) -> list[str]:
     return lines + [f"{label}: {path}" for label, path in paths.items() if label != path]
 
 
-def answer_lines(evaluated: Evaluated, count: int) -> list[str]:
-    """The first `count` prompts, each with the answers of all models; what a terminal would obey is
-    escaped."""
+def response_lines(evaluated: Evaluated, count: int) -> list[str]:
+    """The first `count` prompts, each with the responses of all models; what a terminal would obey
+    is escaped."""
     lines = []
     for index, row in enumerate(evaluated.results[0].prompts[:count]):
-        lines += [f"prompt {index + 1}:", *_indented(row.prompt)]
+        lines += [f"prompt {index + 1}:", *_escaped_lines(row.prompt)]
         for result in evaluated.results:
             answered = result.prompts[index]
-            turns_of_answers = answered.turns or [[]] * len(answered.answers)
+            turns_of_responses = answered.turns or [[]] * len(answered.answers)
             columns = zip(
                 answered.answers,
                 answered.scores,
                 answered.lengths,
                 answered.ended,
-                turns_of_answers,
+                turns_of_responses,
                 strict=True,
             )
             for text, score, tokens, ended, turns in columns:
@@ -444,27 +479,26 @@ def answer_lines(evaluated: Evaluated, count: int) -> list[str]:
                 lines.append(f"  {result.label}, {result.decoding} ({', '.join(remarks)}):")
                 for turn in turns:
                     lines.append(f"    {heading(turn)}:")
-                    lines += [f"  {line}" for line in _indented(turn["text"])]
+                    lines += [f"  {line}" for line in _escaped_lines(turn["text"])]
                 if not turns:
-                    lines += _indented(text)
+                    lines += _escaped_lines(text)
         lines.append("")
     return lines
 
 
-def _indented(text: str) -> list[str]:
+def _escaped_lines(text: str) -> list[str]:
+    """The lines of a text, indented."""
     return [f"    {line}" for line in escaped(text).split("\n")]
 
 
 def training_rows(evaluated: Evaluated, is_pair: bool) -> str:
-    """JSON lines for SFT: each prompt with the best answer of the first model; or for step 2: each
-    prompt with its best and its worst answer, if they differ. Of sampled answers, or of greedy ones
-    if there are no others."""
-    source = evaluated.results[0]
-    for result in reversed(evaluated.results):
-        if result.decoding == "sampled":
-            source = result
+    """JSON lines for SFT: each prompt with the best response of the first model; or for step 2:
+    each prompt with its best and its worst response, if their scores differ. Of sampled responses,
+    or of greedy ones if there are no others."""
+    sampled = [result for result in evaluated.results if result.decoding == "sampled"]
+    of_first_model = (sampled or evaluated.results)[0]
     rows = list[dict[str, Any]]()
-    for asked, answered in zip(evaluated.asked, source.prompts, strict=True):
+    for asked, answered in zip(evaluated.asked, of_first_model.prompts, strict=True):
         candidates = []  # (score, text, how it ended)
         for score, text, ended in zip(
             answered.scores, answered.answers, answered.ended, strict=True
@@ -491,6 +525,7 @@ def training_rows(evaluated: Evaluated, is_pair: bool) -> str:
 
 
 def result_json(evaluated: Evaluated) -> str:
+    """The evaluation as JSON; NaN becomes null."""
     fields = asdict(evaluated)
     del fields["asked"]  # `prompts` has them as text
     return json.dumps(finite_or_null(fields), indent=1)

@@ -21,8 +21,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.config.cli import parse
@@ -45,20 +44,28 @@ _MODELS = {  # short name -> flag of the step
     "model": "model_name_or_path",
 }
 GIB = 2**30
+LEAST_SHOWN = 0.005 * GIB  # smaller sizes are blank in the table
 LORA_DIM = 16  # of the LoRA that is tried where nothing else fits
-Change = dict[str, Any]  # flag -> value
+FlagValues = dict[str, Any]  # name of a flag -> value
+
+
+class Proposal(NamedTuple):
+    """Words to add to the command, and the plan of the run with them."""
+
+    words: list[str]
+    plan: Plan
 
 
 def size_of(text: str) -> int:
     """Bytes of a size such as 80GiB, 1TiB, 24G or 500000000. Units are powers of 1024."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgtb]?)(?:i?b)?", text.strip().lower())
-    if found is None or not float(found[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgtb]?)(?:i?b)?", text.strip().lower())
+    if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"'{text}' is not a size such as 80GiB or 1TiB")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
-def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command's own flags, and those of the step."""
+def read_planner_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The flags of the planner, and the other words, which are flags of the step."""
     parser = flag_parser([], prog="python -m dschat_ppo.tools.plan", description=__doc__)
     parser.usage = (
         f"{parser.prog} --actor M --critic R [--devices N] [--device_memory SIZE] [flags of step 3]"
@@ -88,28 +95,33 @@ def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="memory of a machine, such as 1TiB (default: this one)",
     )
     add("--json", action="store_true", help="print the plan as JSON, for scripts; sizes are bytes")
-    words, rest = parser.parse_known_args(argv)
+    args, step_words = parser.parse_known_args(argv)
     for name, flag in _MODELS.items():
-        if getattr(words, name) is not None:
-            rest += [f"--{flag}", getattr(words, name)]
-    words.devices_per_node = words.devices_per_node or words.devices
-    words.host_memory = words.host_memory or host_memory()
-    if words.devices < 1 or words.devices_per_node < 1 or words.devices % words.devices_per_node:
-        given = f"--devices {words.devices} --devices_per_node {words.devices_per_node}"
-        raise UserError(f"{given}: both must be above 0, and the second must divide the first")
-    return words, rest
+        model = getattr(args, name)
+        if model is not None:
+            step_words += [f"--{flag}", model]
+    args.devices_per_node = args.devices_per_node or args.devices
+    args.host_memory = args.host_memory or host_memory()
+    if args.devices < 1 or args.devices_per_node < 1 or args.devices % args.devices_per_node:
+        raise UserError(
+            f"--devices {args.devices} --devices_per_node {args.devices_per_node}: both must be"
+            " above 0, and the second must divide the first"
+        )
+    return args, step_words
 
 
-def step_config(step: str, rest: Sequence[str]) -> Any:
-    return parse(STEPS[step], rest, given={"data_path": ["DATA"], "output_dir": "output"})
+def step_config(step: str, step_words: Sequence[str]) -> Any:
+    """The configuration of the step, as its main.py reads it from these words."""
+    return parse(STEPS[step], step_words, given={"data_path": ["DATA"], "output_dir": "output"})
 
 
 def main(argv: Sequence[str]) -> int:
-    return exit_code_of(lambda: _print_plan(*read_words(argv)))
+    return exit_code_of(lambda: _plan_command(*read_planner_flags(argv)))
 
 
-def _print_plan(words: argparse.Namespace, rest: list[str]) -> None:
-    config = step_config(words.step, rest)
+def _plan_command(args: argparse.Namespace, step_words: list[str]) -> None:
+    """Plan the step, look for flags with which it fits if it does not, and print both."""
+    config = step_config(args.step, step_words)
     # else DeepSpeed searches for a device, and prints a warning
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # after the flags are checked: these imports take seconds
@@ -118,7 +130,6 @@ def _print_plan(words: argparse.Namespace, rest: list[str]) -> None:
     from dschat_ppo.planner.model_parts import read_model_configs
     from dschat_ppo.planner.number_format import dtype_for_plan
     from dschat_ppo.planner.plan_step import plan_step
-    from dschat_ppo.planner.role_memory import PARTS
 
     quiet_hugging_face()
     with settings_only():
@@ -128,83 +139,89 @@ def _print_plan(words: argparse.Namespace, rest: list[str]) -> None:
         return plan_step(
             config,
             models,
-            words.devices,
-            words.device_memory,
-            words.host_memory,
-            words.devices_per_node,
+            args.devices,
+            args.device_memory,
+            args.host_memory,
+            args.devices_per_node,
         )
 
     if config.run.dtype == AUTO:
-        model = next(iter(models.values()))
-        on_gpu = words.device_memory > 0
-        chosen = dtype_for_plan(config, model, on_gpu, lambda each: not plan_of(each).missing)
-        print(f"{chosen}\n")
-        rest = [*rest, "--dtype", chosen.dtype]
-        config = step_config(words.step, rest)
+        number_format = dtype_for_plan(
+            config,
+            next(iter(models.values())),
+            on_gpu=args.device_memory > 0,
+            fits=lambda in_fp32: not plan_of(in_fp32).missing,
+        )
+        print(f"{number_format}\n")
+        step_words = [*step_words, "--dtype", number_format.dtype]
+        config = step_config(args.step, step_words)
 
-    def plan_with(more: list[str]) -> Plan:
-        return plan_of(step_config(words.step, [*rest, *more]))
+    def plan_with(words: list[str]) -> Plan:
+        return plan_of(step_config(args.step, [*step_words, *words]))
 
     plan = plan_with([])
+    proposal = None
     if plan.missing:
         proposal = flags_that_fit(config, plan_with)
-    else:
-        proposal = None
-    if words.json:
+    if args.json:
         print(json.dumps(json_of(plan, proposal), indent=2))
         return
-    where = f"{plan.ranks} x " + (
-        f"GPU of {plan.device_memory / GIB:.0f} GiB" if plan.device_memory else "CPU"
-    )
+    _print_plan(args.step, plan)
+    if proposal is not None:
+        print(
+            f"\nIt fits ({proposal.plan.peak_text()}) with these flags added:\n "
+            f" {shlex.join(proposal.words)}"
+        )
+    elif plan.missing:
+        other_optimizer = ""
+        if config.run.optimizer == "muon":
+            other_optimizer = "--optimizer adamw with ZeRO, "
+        print(
+            f"\nNo flags of the planner make it fit: use {other_optimizer}more devices, a smaller"
+            " model, or shorter rows."
+        )
+
+
+def _print_plan(step: str, plan: Plan) -> None:
+    """Print what is planned, the table of memory, and whether it fits."""
+    from dschat_ppo.planner.role_memory import PARTS
+
+    device = "CPU"
+    if plan.device_memory:
+        device = f"GPU of {plan.device_memory / GIB:.0f} GiB"
     print(
-        f"Step {words.step} on {where}, {plan.host_memory / GIB:.0f} GiB of host memory for"
-        f" {plan.ranks_per_node}\n"
+        f"Step {step} on {plan.ranks} x {device}, {plan.host_memory / GIB:.0f} GiB of host memory"
+        f" for {plan.ranks_per_node}\n"
     )
     print(
         "GiB of one rank at the peak of each phase; 'all': what a device and a host need, libraries"
         " included;"
     )
     print("a model that holds less than 0.005 GiB in a phase has no line there")
-    print(table(plan, PARTS))
-    print(
-        "\n" + ("\n".join(f"It does not fit: {each}." for each in plan.shortages()) or "It fits.")
-    )
+    print(memory_table(plan, PARTS))
+    shortages = [f"It does not fit: {shortage}." for shortage in plan.shortages()]
+    print("\n" + "\n".join(shortages or ["It fits."]))
     if plan.rows:
         print(f"A rank decodes {counted(plan.rows, 'sequence')} at a time.")
-    if proposal is not None:
-        print(
-            f"\nIt fits ({proposal[1].peak_text()}) with these flags added:\n "
-            f" {shlex.join(proposal[0])}"
-        )
-    elif plan.missing:
-        if config.run.optimizer == "muon":
-            others = "--optimizer adamw with ZeRO, "
-        else:
-            others = ""
-        print(
-            f"\nNo flags of the planner make it fit: use {others}more devices, a smaller model, or"
-            " shorter rows."
-        )
 
 
-def json_of(plan: Plan, proposal: tuple[list[str], Plan] | None) -> dict[str, Any]:
+def json_of(plan: Plan, proposal: Proposal | None) -> dict[str, Any]:
     """A plan for scripts. Sizes are bytes: of one rank in `held`, of one device and of one host in
     `needs`. `proposal`: the flags with which it fits, and their plan; None if it fits as it is, or
     with no flags of the planner."""
     phases = []
     for phase in plan.phases:
         device, host = plan.needs(phase)
-        held = [
-            {"role": role, "part": part, "on_host": on_host, "bytes": size}
-            for (role, part, on_host), size in phase.held.items()
+        holdings = [
+            {"role": role, "part": kind, "on_host": on_host, "bytes": size}
+            for (role, kind, on_host), size in phase.held.items()
         ]
         phases.append(
-            {"phase": phase.name, "needs": {"device": device, "host": host}, "held": held}
+            {"phase": phase.name, "needs": {"device": device, "host": host}, "held": holdings}
         )
     proposed = None
     if proposal is not None:
-        flags, proposed_plan = proposal
-        proposed = {"flags": flags, **json_of(proposed_plan, None)}
+        proposed = {"flags": proposal.words, **json_of(proposal.plan, None)}
     return {
         "fits": not plan.missing,
         "shortages": [str(shortage) for shortage in plan.shortages()],
@@ -218,93 +235,108 @@ def json_of(plan: Plan, proposal: tuple[list[str], Plan] | None) -> dict[str, An
     }
 
 
-def table(plan: Plan, parts: Sequence[str]) -> str:
-    """GiB of a rank by phase, role and part; a line "all" for each phase, with what a device and a
-    host need."""
-    form = "{:18} {:10}" + " {:>11}" * len(parts) + " {:>9}" * 2
-    lines = [form.format("phase", "role", *parts, "device", "host")]
+def memory_table(plan: Plan, kinds: Sequence[str]) -> str:
+    """GiB of a rank by phase, role and kind of memory, one of `PARTS`; a line "all" for each phase,
+    with what a device and a host need."""
+    row_format = "{:18} {:10}" + " {:>11}" * len(kinds) + " {:>9}" * 2
+    lines = [row_format.format("phase", "role", *kinds, "device", "host")]
     for phase in plan.phases:
-        for role in [*dict.fromkeys(role for role, _, _ in phase.held), None]:
+        roles = dict.fromkeys(role for role, _, _ in phase.held)
+        for role in [*roles, None]:  # None: all of them
             if role is None:
-                places = plan.needs(phase)
+                device, host = plan.needs(phase)
             else:
-                places = (phase.total(role, on_host=False), phase.total(role, on_host=True))
-            sizes = [*(phase.total(role, part) for part in parts), *places]
-            shown = [f"{size / GIB:.2f}" if size >= 0.005 * GIB else "" for size in sizes]
-            if role is None or any(shown):
-                lines.append(form.format(phase.name, role or "all", *shown).rstrip())
+                device = phase.total(role, on_host=False)
+                host = phase.total(role, on_host=True)
+            sizes = [phase.total(role, kind) for kind in kinds]
+            cells = [_gib_text(size) for size in (*sizes, device, host)]
+            if role is None or any(cells):
+                lines.append(row_format.format(phase.name, role or "all", *cells).rstrip())
     return "\n".join(lines)
 
 
-def flags_that_fit(
-    config: StepConfig, plan_with: Callable[[list[str]], Plan]
-) -> tuple[list[str], Plan] | None:
+def _gib_text(size: int) -> str:
+    if size < LEAST_SHOWN:
+        return ""
+    return f"{size / GIB:.2f}"
+
+
+def flags_that_fit(config: StepConfig, plan_with: Callable[[list[str]], Plan]) -> Proposal | None:
     """The flags to add so that the run fits, and its plan; None if all of the ladder is not enough.
     Rungs that lower what is missing are taken until the run fits. Then those that it fits without
     are removed, the last one first. The rows of an optimizer step stay. LoRA changes what is
     trained, so it is the last rung."""
-    given = flatten(config)
+    run_flags = flatten(config)
 
-    def tried(rungs: Sequence[Change]) -> tuple[list[str], Plan] | None:
-        wanted = {
-            name: value for rung in rungs for name, value in rung.items() if given[name] != value
-        }
-        words = [word for name, value in wanted.items() for word in (f"--{name}", str(value))]
-        with suppress(UserError):  # flags that contradict each other, such as --offload at stage 0
-            return words, plan_with(words)
+    def plan_rungs(rungs: Sequence[FlagValues]) -> Proposal | None:
+        """The plan with the values of these rungs that differ from the run's; None if they
+        contradict each other, such as --offload at stage 0."""
+        changes: FlagValues = {}
+        for rung in rungs:
+            for name, value in rung.items():
+                if value != run_flags[name]:
+                    changes[name] = value
+        words = []
+        for name, value in changes.items():
+            words += [f"--{name}", str(value)]
+        try:
+            return Proposal(words, plan_with(words))
+        except UserError:
+            return None
+
+    taken: list[FlagValues] = []
+    best = plan_rungs(taken)
+    if best is None:
         return None
-
-    taken: list[Change] = []
-    best = tried(taken)
-    for rung in _ladder(config, given):
-        if (
-            best
-            and best[1].missing
-            and (found := tried([*taken, rung]))
-            and found[1].missing < best[1].missing
-        ):
-            taken = [*taken, rung]
-            best = found
-    if best is None or best[1].missing:
+    for rung in _ladder(config, run_flags):
+        if not best.plan.missing:
+            break
+        candidate = plan_rungs([*taken, rung])
+        if candidate is not None and candidate.plan.missing < best.plan.missing:
+            taken.append(rung)
+            best = candidate
+    if best.plan.missing:
         return None
     for rung in reversed(taken[:-1]):
         fewer = [each for each in taken if each is not rung]
-        if (found := tried(fewer)) and not found[1].missing:
-            taken, best = fewer, found
+        candidate = plan_rungs(fewer)
+        if candidate is not None and not candidate.plan.missing:
+            taken = fewer
+            best = candidate
     return best
 
 
-def _ladder(config: StepConfig, given: Change) -> list[Change]:
+def _ladder(config: StepConfig, run_flags: FlagValues) -> list[FlagValues]:
     """What makes a run smaller, in the order of what it costs."""
     prefixes = list(config.stages)
-    batch = config.micro_batch
-    frozen = [f"offload_{role}_model" for role in ("reference", "reward") if role in config.models]
-    zero = {
-        f"{prefix}zero_stage" for prefix in [*prefixes, *["critic_"] * ("reward" in config.models)]
-    }
-    stage_2, stage_3 = (
-        {name: max(stage, given[name]) for name in sorted(zero)} for stage in (2, 3)
-    )
-    size = given[batch]
-    accumulation = given["gradient_accumulation_steps"]
-    halves: list[Change] = []
-    while size % 2 == 0:
-        size = size // 2
+    stage_flags = {f"{prefix}zero_stage" for prefix in prefixes}
+    if "reward" in config.models:  # its engine has the stage of the critic's
+        stage_flags.add("critic_zero_stage")
+    stage_2 = {name: max(2, run_flags[name]) for name in sorted(stage_flags)}
+    stage_3 = {name: max(3, run_flags[name]) for name in sorted(stage_flags)}
+    rungs: list[FlagValues] = [stage_2, stage_3]
+    if "actor" in config.models:
+        rungs.append({"sleep_in_rollout": True})
+    batch_size = run_flags[config.micro_batch]
+    accumulation = run_flags["gradient_accumulation_steps"]
+    while batch_size % 2 == 0:
+        batch_size = batch_size // 2
         accumulation = 2 * accumulation
-        halves.append({batch: size, "gradient_accumulation_steps": accumulation})
-    return [
-        stage_2,
-        stage_3,
-        *([{"sleep_in_rollout": True}] if "actor" in config.models else []),
-        *halves,
-        {f"{prefix}gradient_checkpointing": True for prefix in prefixes},
-        *(stage_3 | {name: True} for name in frozen),
+        rungs.append({config.micro_batch: batch_size, "gradient_accumulation_steps": accumulation})
+    rungs.append({f"{prefix}gradient_checkpointing": True for prefix in prefixes})
+    for role in ("reference", "reward"):
+        if role in config.models:
+            rungs.append(stage_3 | {f"offload_{role}_model": True})
+    rungs += [
         stage_2 | {"offload_optimizer": True},
         stage_3 | {"offload_optimizer": True},
         stage_3 | {"offload_optimizer": False, "offload": True},
-        {"only_optimize_lora": True}
-        | {f"{prefix}lora_dim": given[f"{prefix}lora_dim"] or LORA_DIM for prefix in prefixes},
     ]
+    lora: FlagValues = {"only_optimize_lora": True}
+    for prefix in prefixes:
+        lora[f"{prefix}lora_dim"] = run_flags[f"{prefix}lora_dim"] or LORA_DIM
+    rungs.append(lora)
+    return rungs
 
 
 if __name__ == "__main__":

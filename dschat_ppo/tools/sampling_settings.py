@@ -1,11 +1,12 @@
-"""How chats and evaluations sample: one table for their flags and for commands in a chat; what an
-evaluation is asked for."""
+"""How chats and evaluations sample: one table for their flags and for commands in a chat. And the
+record of what an evaluation is asked for."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,8 @@ from dschat_ppo.errors import UserError
 if TYPE_CHECKING:  # it needs torch, for which wrong flags do not wait
     from dschat_ppo.rollout.sampling import SamplingParameters
 
-RANGES: dict[
-    str, tuple[type[int] | type[float], float, float, str]
-] = {  # name -> (type, least, most, help)
+# name -> (type, least, most, help)
+RANGES: dict[str, tuple[type[int] | type[float], float, float, str]] = {
     "temperature": (float, 0.01, 100, "sampling temperature; for greedy decoding use top_k 1"),
     "top_p": (
         float,
@@ -75,16 +75,16 @@ class SamplingSettings:
                     f"there is no setting '{name}'; the settings are {', '.join(RANGES)}"
                 )
             kind, least, most, _ = RANGES[name]
-            try:
-                number = math.nan if isinstance(value, bool) else float(value)
-            except (TypeError, ValueError, OverflowError):
-                number = math.nan
-            if not least <= number <= most or (kind is int and not number.is_integer()):
-                wanted = "an integer" if kind is int else "a number"
+            setting = math.nan  # of what is no number
+            if not isinstance(value, bool):
+                with suppress(TypeError, ValueError, OverflowError):
+                    setting = float(value)
+            if not least <= setting <= most or (kind is int and not setting.is_integer()):
+                accepted = "an integer" if kind is int else "a number"
                 raise UserError(
-                    f"{prefix}{name} must be {wanted} from {least:g} to {most:g}, got {value}"
+                    f"{prefix}{name} must be {accepted} from {least:g} to {most:g}, got {value}"
                 )
-            checked[name] = kind(number)
+            checked[name] = kind(setting)
         return replace(self, **checked)
 
 
@@ -93,7 +93,7 @@ class EvaluationRequest:
     """What the command line of `tools/evaluate.py` asks for."""
 
     # `ToolFlags`, and the flags of data, rewards, environments and sampling
-    words: argparse.Namespace
+    args: argparse.Namespace
     prompts: DataFlags
     rewards: RewardSourceFlags | None
     environment: EnvironmentFlags
@@ -103,16 +103,16 @@ class EvaluationRequest:
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     for field in fields(SamplingSettings):
-        kind, _, _, what = RANGES[field.name]
+        kind, _, _, meaning = RANGES[field.name]
         group.add_argument(
             f"--{field.name}",
             default=field.default,
             metavar="N" if kind is int else "X",
-            help=f"{what} (default: {field.default})",
+            help=f"{meaning} (default: {field.default})",
         )
 
 
-def sampling_settings_of(words: argparse.Namespace) -> SamplingSettings:
+def sampling_settings_of(args: argparse.Namespace) -> SamplingSettings:
     """The settings that the flags give; raises `UserError` for a value that a flag does not
     accept."""
-    return SamplingSettings().with_values({name: getattr(words, name) for name in RANGES}, "--")
+    return SamplingSettings().with_values({name: getattr(args, name) for name in RANGES}, "--")

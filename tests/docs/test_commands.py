@@ -20,8 +20,7 @@ from bash_blocks import BLOCKS, FLAGS_OF_STEP_3, PAGES, ROOT, Block
 from launch import _free_port, environment, forked, metrics_of, succeed
 
 from dschat_ppo.config.cli import parse
-from dschat_ppo.tools.plan import read_words as read_plan_words
-from dschat_ppo.tools.plan import step_config
+from dschat_ppo.tools.plan import read_planner_flags, step_config
 
 RUN = ("README.md", "docs/your-data.md")
 VARIANTS = r".*--output_dir out/(grpo|dpo)\b"  # of README.md
@@ -187,8 +186,8 @@ def test_a_command_names_a_program_and_its_flags(command):
     elif step:
         parse(step, words[words.index(program) + 1 :])
     elif "dschat_ppo.tools.plan" in words:  # parses in two parts
-        own, of_step = read_plan_words(words[words.index("dschat_ppo.tools.plan") + 1 :])
-        step_config(own.step, of_step)
+        args, step_words = read_planner_flags(words[words.index("dschat_ppo.tools.plan") + 1 :])
+        step_config(args.step, step_words)
     elif words[0] == "python" and "$DATA" not in words:  # the example's variables are for a shell
         check_flags(words)
 

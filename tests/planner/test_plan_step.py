@@ -12,7 +12,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.planner import plan_step as plan_module
 from dschat_ppo.planner.plan_step import GIB, HOST_PROCESS, plan_step, show_memory_plan
 from dschat_ppo.planner.role_memory import PARTS
-from dschat_ppo.tools.plan import flags_that_fit, table
+from dschat_ppo.tools.plan import flags_that_fit, memory_table
 
 LLAMA_8B = LlamaConfig(
     vocab_size=128256,
@@ -88,7 +88,7 @@ def test_weights_and_states_of_a_model_of_8_billion_parameters_on_8_ranks():
     matrices = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     assert held(muon, "checkpoint", "actor", "optimizer") == (12 * total - 4 * matrices) // 8
     assert held(plan, "rollout", "actor", "buffers") > 2 * total  # gathered for generation
-    [*_, line] = table(plan, PARTS).splitlines()
+    [*_, line] = memory_table(plan, PARTS).splitlines()
     assert line.split()[:2] == ["checkpoint", "all"]
     assert line.split()[-2:] == [f"{needs / GIB:.2f}" for needs in plan.needs(plan.phases[-1])]
 

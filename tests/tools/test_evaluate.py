@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools import evaluate_models as module
-from dschat_ppo.tools.evaluate import main, read_arguments
+from dschat_ppo.tools.evaluate import evaluation_request, main
 from dschat_ppo.tools.evaluate_models import (
-    answer_lines,
     evaluate_models,
+    response_lines,
     result_json,
     result_table,
     training_rows,
@@ -53,7 +53,7 @@ def found(assets):
         "--pass_score",
         "2.5",
     ]
-    return evaluate_models(read_arguments(words_of(assets, *words)))
+    return evaluate_models(evaluation_request(words_of(assets, *words)))
 
 
 def by_name(found, model, decoding):
@@ -112,13 +112,13 @@ def test_wins_and_passes_by_hand(found):
 
 def test_answers_do_not_depend_on_batches(found, assets):
     words = ["--samples", "4", "--batch_size", "2", "--decoding", "sampled"]
-    again = evaluate_models(read_arguments(words_of(assets, *words)))
+    again = evaluate_models(evaluation_request(words_of(assets, *words)))
     assert not again.scored and len(again.results) == 2
     for result in again.results:
         same = by_name(found, result.model, "sampled")
         assert [row.answers for row in result.prompts] == [row.answers for row in same.prompts]
         assert set(result.metrics) == {"length_mean", "ended_share"} and result.wins is None
-    assert "score" not in "".join([*result_table(again), *answer_lines(again, 1)])
+    assert "score" not in "".join([*result_table(again), *response_lines(again, 1)])
     assert json.loads(result_json(again))["results"][0]["prompts"][0]["scores"] == [None] * 4
 
 
@@ -166,7 +166,7 @@ def test_the_best_and_the_worst_sampled_answer_become_rows(found, assets):
         ("--write_pairs b", "and a reward"),
     ):
         with pytest.raises(UserError, match=said):
-            read_arguments([*alone, *words.split()])
+            evaluation_request([*alone, *words.split()])
 
 
 def test_several_data_sets_have_lines_of_their_own_in_the_table(found):
@@ -200,7 +200,9 @@ def test_answers_are_episodes_of_an_environment(assets, tmp_path, monkeypatch):
         "--max_tokens",
         "64",
     ]
-    found = evaluate_models(read_arguments([*words_of(assets)[:2], *words_of(assets)[3:], *words]))
+    found = evaluate_models(
+        evaluation_request([*words_of(assets)[:2], *words_of(assets)[3:], *words])
+    )
     [greedy, sampled] = found.results
     assert found.scored and greedy.scores_by_source.keys() == {"environment"}
     turned = 0
@@ -226,7 +228,7 @@ def test_answers_are_episodes_of_an_environment(assets, tmp_path, monkeypatch):
             turned += len(said) > 1
     assert turned > 5
     assert sampled.metrics["episode/turns"] > 1 and sampled.metrics["episode/failures"] == 0
-    shown = "\n".join([*result_table(found), *answer_lines(found, 7)])
+    shown = "\n".join([*result_table(found), *response_lines(found, 7)])
     assert (
         "episode/turns" in shown
         and "    environment:\n" in shown

@@ -22,7 +22,7 @@ from dschat_ppo.data.templates import render
 from dschat_ppo.episodes.environment_forms import environment_form
 from dschat_ppo.episodes.tool_calls import parse_action
 from dschat_ppo.supervised.training_plan import SupervisedPlan
-from dschat_ppo.tools.evaluate import read_arguments
+from dschat_ppo.tools.evaluate import evaluation_request
 
 EXAMPLES = ROOT / "training_scripts/examples"
 STUBS = """
@@ -268,7 +268,11 @@ def test_the_steps_accept_the_commands_of_the_readme(tmp_path, ranks):
     sft, grpo = (
         parse(step, words[1:]) for step, words in zip(("sft", "ppo"), started[:2], strict=True)
     )
-    first, second, third = flatten(sft), flatten(grpo), vars(read_arguments(started[2][2:]).words)
+    first, second, third = (
+        flatten(sft),
+        flatten(grpo),
+        vars(evaluation_request(started[2][2:]).args),
+    )
     assert second["actor_model_name_or_path"] == first["output_dir"] == third["model"][0]
     assert f"{second['output_dir']}/actor" == third["model"][1]
     assert (
