@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.checkpoint.engine_state import common_state, master_weights, rank_file
@@ -51,12 +52,16 @@ class SavedRun:
     config: Any
 
     def averages(self) -> Iterator[dict[str, Tensor]]:
+        """Each rank's shard of the actor's moving average; {} without --enable_ema."""
         for rank in range(self.manifest.world_size):
             yield load_state(self.folder / rank_file(rank), mapped=True).get("actor_average") or {}
 
     def roles(self) -> list[str]:
-        trained = [role for role in ROLES if (self.folder / role).is_dir()]
-        return trained + (["actor_ema"] if "actor" in trained and any(self.averages()) else [])
+        """Those of `ROLES` that the checkpoint holds."""
+        roles = [role for role in ROLES if (self.folder / role).is_dir()]
+        if "actor" in roles and any(self.averages()):
+            roles.append("actor_ema")
+        return roles
 
 
 def open_checkpoint(path: Path) -> SavedRun:
@@ -78,133 +83,153 @@ def open_checkpoint(path: Path) -> SavedRun:
             f"{path}: there is no such folder; name one such as OUTPUT/checkpoints/step_000012, or"
             " OUTPUT"
         )
-    elif fault := damage(path):
-        raise UserError(
-            f"{path}: {fault}; name an intact checkpoint such as OUTPUT/checkpoints/step_000012, or"
-            " OUTPUT"
-        )
+    else:
+        fault = damage(path)
+        if fault:
+            raise UserError(
+                f"{path}: {fault}; name an intact checkpoint such as"
+                " OUTPUT/checkpoints/step_000012, or OUTPUT"
+            )
     manifest = Manifest.read(folder)
-    known = defaults_of(STEPS[manifest.kind])
-    flags = {
-        name: value
-        for name, value in manifest.config.items()
-        if name in known.keys() - {"local_rank", "config"}
-    }
+    flag_names = defaults_of(STEPS[manifest.kind]).keys() - {"local_rank", "config"}
+    flags = {name: value for name, value in manifest.config.items() if name in flag_names}
     return SavedRun(folder.resolve(), manifest, parse(manifest.kind, [], flags))
 
 
-def export(words: argparse.Namespace) -> None:
+def export(args: argparse.Namespace) -> None:
     """Write the models of a checkpoint to `out`, all or none."""
-    run = open_checkpoint(words.checkpoint)
-    out = words.out
-    role = words.role
+    run = open_checkpoint(args.checkpoint)
+    out = args.out
     roles = run.roles()
-    if role is not None and role not in roles:
-        raise UserError(f"--role {role}: {run.folder} holds {', '.join(roles)}")
-    if out.exists() and not words.overwrite:
+    if args.role is not None and args.role not in roles:
+        raise UserError(f"--role {args.role}: {run.folder} holds {', '.join(roles)}")
+    if out.exists() and not args.overwrite:
         raise UserError(f"{out} exists; name another folder, or add --overwrite")
-    wanted = roles if role is None else [role]
-    given = {name: words.critic_model if name == "critic" else words.model for name in wanted}
-    models = [given[name] or started_from(run, name)[1] for name in wanted]
-    for read in (run.folder, *(Path(name).expanduser() for name in models)):
-        if read.resolve().is_relative_to(out.resolve()):
+    if args.role is not None:
+        roles = [args.role]
+    # folder or hub name of the model from which a role started, where the user names it
+    moved_models: dict[str, str | None] = {}
+    read_folders = [run.folder]
+    for role in roles:
+        moved_models[role] = args.critic_model if role == "critic" else args.model
+        _, recorded_name = recorded_start_model(run, role)
+        read_folders.append(Path(moved_models[role] or recorded_name).expanduser())
+    for folder in read_folders:
+        if folder.resolve().is_relative_to(out.resolve()):
             raise UserError(
-                f"{out} would be written over {read}, which is read; name another folder"
+                f"{out} would be written over {folder}, which is read; name another folder"
             )
-    main_role = "actor" if run.manifest.kind == "ppo" else "model"
-    tokenizer_folder = base_folder(run, main_role, words.model, needs_weights=False)
+    is_ppo = run.manifest.kind == "ppo"
+    main_role = "actor" if is_ppo else "model"
+    tokenizer_folder = start_model_folder(run, main_role, args.model, needs_weights=False)
     tokenizer = with_template_flags(
-        load_tokenizer(tokenizer_folder, started_from(run, main_role)[0]), run.config.data
+        load_tokenizer(tokenizer_folder, recorded_start_model(run, main_role)[0]), run.config.data
     )
     try:
         partial = empty_folder(out.with_name(f"{out.name}{PARTIAL}"))
         try:
-            for name in wanted:
-                if role is None and run.manifest.kind == "ppo":
-                    place = partial / name
-                else:
-                    place = partial
-                export_role(run, name, place, words.dtype, given[name], tokenizer)
+            for role in roles:
+                role_folder = partial
+                if is_ppo and args.role is None:
+                    role_folder = partial / role
+                export_role(run, role, role_folder, args.dtype, moved_models[role], tokenizer)
         except UserError:
             remove_folder(partial)
             raise
         replace_folder(out, partial)
     except OSError as problem:
         raise StorageError(f"{out}: cannot be written ({problem.strerror})") from None
-    if role or wanted == ["model"]:
-        where = f"{out}"
-    else:
-        where = f"{out}/{{{','.join(wanted)}}}"
+    where = str(out)
+    if is_ppo and args.role is None:
+        where = f"{out}/{{{','.join(roles)}}}"
     print(f"{run.folder.name}, saved by {run.manifest.world_size} rank(s): exported to {where}")
 
 
 def export_role(
     run: SavedRun,
     role: str,
-    place: Path,
+    folder: Path,
     dtype: str | None,
-    given: str | None,
+    moved_model: str | None,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Write one model to the folder `place`. `dtype` None: as the run would save it. `given` is the
-    model folder that the user names, or None."""
-    trained = role.removesuffix("_ema")  # the average is one of the actor's weights
-    states = run.folder / trained
-    number_format = DTYPES[dtype or run.config.run.dtype]
+    """Write one model to `folder`. `dtype` None: as the run would save it. `moved_model` is the
+    folder or hub name that the user gives for the model from which the role started, or None."""
+    trained_role = role.removesuffix("_ema")  # the average is one of the actor's weights
+    states = run.folder / trained_role
     common = common_state(states)
     # weights that the checkpoint does not hold
     frozen = common["frozen"]
-    merge = saves_merged(run, trained)
+    merge = saves_merged(run, trained_role)
     needs_base = bool(frozen) and merge
-    base = base_folder(run, trained, given, needs_base)
-    module = build_module(run, trained, base, None if needs_base else "meta")
+    base = start_model_folder(run, trained_role, moved_model, needs_base)
+    module = build_module(run, trained_role, base, None if needs_base else "meta")
     # The run rounds its fp32 weights in the same way after each update.
+    number_format = DTYPES[dtype or run.config.run.dtype]
     state = {name: weight.to(number_format) for name, weight in master_weights(states, common)}
-    own = {name: weight.shape for name, weight in module.named_parameters()}
-    differing = [name for name, weight in state.items() if own.get(name) != weight.shape]
-    differing += sorted(own.keys() ^ {*state, *frozen})
+    _check_same_weights(states, state, frozen, base, module)
+    # under which `module` holds the transformers model
+    prefix = f"{next(name for name, _ in module.named_children())}."
+    if role == "actor_ema":
+        shapes = {name.removeprefix(prefix): weight.shape for name, weight in state.items()}
+        averages = whole_averages(run.averages(), shapes)
+        for name, average in averages.items():
+            state[f"{prefix}{name}"] = average.to(number_format)
+    if needs_base:
+        for name, weight in module.named_parameters():
+            if name in frozen:
+                state[name] = weight.detach().to(number_format)
+    buffers = common["buffers"]
+    if dtype is not None and dtype != run.config.run.dtype:
+        _check_finite(state, dtype, role)
+        buffers = {name: _in_float_format(value, number_format) for name, value in buffers.items()}
+    state = {name.removeprefix(prefix): value for name, value in {**state, **buffers}.items()}
+    config_entries = reward_statistics(run, role)
+    if not merge:
+        state = {name: weight for name, weight in state.items() if is_in_adapter_folder(name)}
+    module = module.to(number_format)
+    if dtype is None:
+        state = in_format(state, saved_dtype(module, run.config.run.save_dtype), folder)
+    form = SavedForm(answer_ends(tokenizer), merge, partial(model_card, run.config, trained_role))
+    problem = write_model(module, state, tokenizer, folder, config_entries, form)
+    if problem is not None:
+        raise StorageError(problem)
+
+
+def _check_same_weights(
+    states: Path,
+    trained: Mapping[str, Tensor],
+    frozen: Collection[str],
+    base: str,
+    module: nn.Module,
+) -> None:
+    """Refuse a model of the folder `base` whose weights differ in name or shape from those of the
+    checkpoint: the `trained` ones that it holds, and the `frozen` ones that it only names."""
+    shapes = {name: weight.shape for name, weight in module.named_parameters()}
+    differing = [name for name, weight in trained.items() if shapes.get(name) != weight.shape]
+    differing += sorted(shapes.keys() ^ {*trained, *frozen})
     if differing:
         raise UserError(
             f"{states}: holds the weights of another model than {base} (the first that differs:"
             f" {differing[0]}); name the model from which the run started by --model or"
             " --critic_model"
         )
-    inside = f"{next(name for name, _ in module.named_children())}."
-    if role == "actor_ema":
-        shapes = {name.removeprefix(inside): weight.shape for name, weight in state.items()}
-        averages = whole_averages(run.averages(), shapes)
-        state |= {
-            f"{inside}{name}": average.to(number_format) for name, average in averages.items()
-        }
-    if needs_base:
-        weights = {
-            name: weight.detach() for name, weight in module.named_parameters() if name in frozen
-        }
-        state |= {name: weight.to(number_format) for name, weight in weights.items()}
-    buffers = common["buffers"]
-    if dtype not in (None, run.config.run.dtype):
-        bad = [name for name, weight in state.items() if not weight.isfinite().all()]
-        if bad:
+
+
+def _check_finite(state: Mapping[str, Tensor], dtype: str, role: str) -> None:
+    """Refuse a number format that cannot hold the weights."""
+    for name, weight in state.items():
+        if not weight.isfinite().all():
             raise UserError(
-                f"--dtype {dtype}: {bad[0]} of {role} has numbers beyond its range; use another one"
+                f"--dtype {dtype}: {name} of {role} has numbers beyond its range; use another one"
             )
-        buffers = {
-            n: value.to(number_format) if value.is_floating_point() else value
-            for n, value in buffers.items()
-        }
-    state = {name.removeprefix(inside): value for name, value in {**state, **buffers}.items()}
-    described = statistics_of(run, role)
-    if not merge:
-        state = {name: weight for name, weight in state.items() if is_in_adapter_folder(name)}
-    module = module.to(number_format)
-    ends = answer_ends(tokenizer)
-    card = partial(model_card, run.config, trained)
-    if dtype is None:
-        state = in_format(state, saved_dtype(module, run.config.run.save_dtype), place)
-    form = SavedForm(ends, merge, card)
-    problem = write_model(module, state, tokenizer, place, described, form)
-    if problem is not None:
-        raise StorageError(problem)
+
+
+def _in_float_format(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A buffer in a number format; integers stay."""
+    if value.is_floating_point():
+        return value.to(dtype)
+    return value
 
 
 def build_module(
@@ -212,14 +237,14 @@ def build_module(
 ) -> PolicyModel | ScalarModel:
     """The model as the run builds it from `folder`; `device` "meta": without weights."""
     config = run.config
-    dtype = run.config.run.dtype
-    resize = run.config.run.resize_vocabulary
+    dtype = config.run.dtype
+    resize = config.run.resize_vocabulary
     if role == "model":
         dropout = config.fit.dropout
+    elif role == "critic":
+        dropout = config.ppo.critic_dropout or 0.0
     else:
-        dropout = (
-            config.ppo.critic_dropout if role == "critic" else config.ppo.actor_dropout
-        ) or 0.0
+        dropout = config.ppo.actor_dropout or 0.0
     adapter = adapter_of(run, role)
     if role == "critic" or (run.manifest.kind == "reward" and config.reward.trains_classifier):
         return ScalarModel(
@@ -233,7 +258,8 @@ def build_module(
 def adapter_of(run: SavedRun, role: str) -> AdapterSettings | None:
     """The LoRA adapter of a role, over weights that are not quantised; None without LoRA."""
     flags = replace(run.config.adapters, load_in_4bit=False, load_in_8bit=False)
-    return adapter_settings(run.config.lora, flags, "" if role == "model" else f"{role}_")
+    flag_prefix = "" if role == "model" else f"{role}_"
+    return adapter_settings(run.config.lora, flags, flag_prefix)
 
 
 def saves_merged(run: SavedRun, role: str) -> bool:
@@ -242,44 +268,57 @@ def saves_merged(run: SavedRun, role: str) -> bool:
     return adapter_of(run, role) is None or adapters.lora_merge or not adapters.only_optimize_lora
 
 
-def started_from(run: SavedRun, role: str) -> tuple[str, str]:
-    """(flag, folder or hub name) of the model from which a role started."""
-    flag, name = run.config.models["actor" if role == "actor_ema" else role]
+def recorded_start_model(run: SavedRun, role: str) -> tuple[str, str]:
+    """(flag, folder or hub name) of the model from which a role started, as the run recorded it."""
+    if role == "actor_ema":
+        role = "actor"
+    flag, name = run.config.models[role]
     return flag, name
 
 
-def base_folder(run: SavedRun, role: str, given: str | None, needs_weights: bool) -> str:
+def start_model_folder(
+    run: SavedRun, role: str, moved_model: str | None, needs_weights: bool
+) -> str:
     """The model or adapter folder from which a role started, for its configuration and tokenizer:
-    `given` by the user, or as the run recorded it. If `needs_weights`, weights are read from it
-    too, and no other model will do."""
+    `moved_model`, which the user names, or as the run recorded it. If `needs_weights`, weights are
+    read from it too, and no other model will do."""
     way_out = "--critic_model" if role == "critic" else "--model"
-    flag, name = started_from(run, role)
+    recorded_flag, recorded_name = recorded_start_model(run, role)
     try:
-        folder = model_folder(given or name, way_out if given else flag)
+        if moved_model:
+            folder = model_folder(moved_model, way_out)
+        else:
+            folder = model_folder(recorded_name, recorded_flag)
     except UserError as problem:
         raise UserError(
             f"{problem}; name the model from which the run started by {way_out} FOLDER"
         ) from None
-    if not is_fingerprinted_model(run.manifest.config, flag, folder):
-        changed = f"{folder}: is not, or no longer, the model from which the run started ({flag})"
+    if not is_fingerprinted_model(run.manifest.config, recorded_flag, folder):
+        changed = (
+            f"{folder}: is not, or no longer, the model from which the run started"
+            f" ({recorded_flag})"
+        )
         if needs_weights:
             raise UserError(f"{changed}, whose frozen weights are needed; name that by {way_out}")
         print(f"note: {changed}; only its configuration and tokenizer are used", file=sys.stderr)
     return folder
 
 
-def statistics_of(run: SavedRun, role: str) -> dict[str, float | str | None]:
+def reward_statistics(run: SavedRun, role: str) -> dict[str, float | str | None]:
     """The entries that step 2 adds to the config of a reward model; None removes an old one."""
     if run.manifest.kind == "sft" or role in ("actor", "actor_ema"):
         return {}
-    nothing: dict[str, float | str | None] = dict.fromkeys((*STATISTICS, SEPARATOR))
-    if role == "critic" or not run.config.reward.trains_classifier:
-        return nothing if role == "critic" else {}
-    found = load_state(run.folder / SHARED).get("described")
-    if found is None:
-        named = " and ".join(STATISTICS)
+    removals: dict[str, float | str | None] = dict.fromkeys((*STATISTICS, SEPARATOR))
+    if role == "critic":
+        return removals
+    if not run.config.reward.trains_classifier:
+        return {}
+    statistics = load_state(run.folder / SHARED).get("described")
+    if statistics is None:
         print(
-            f"note: no {named} (--normalize_rewards model): a run measures them where it saves",
+            f"note: no {' and '.join(STATISTICS)} (--normalize_rewards model): a run measures them"
+            " where it saves",
             file=sys.stderr,
         )
-    return nothing | (found or {})
+        return removals
+    return removals | statistics
