@@ -43,52 +43,43 @@ KINDS: tuple[Any, ...] = (
     RewardedRollout,
 )
 RECORDS = {kind.__name__: kind for kind in KINDS}
+MOST_NAMES = 20  # of parameters that are not finite, on a line
 
 
 def read_bundle(folder: Path) -> tuple[dict[str, Any], list[Any]]:
     """Read a bundle: what it holds by name, and the micro-batches."""
     for name in (BUNDLE, CONFIG):
         if not (folder / name).is_file():
-            kept = "a run keeps its newest, --max_nonfinite_skips + 1"
             raise UserError(
                 f"{folder}: is not a complete repro bundle ({name} is missing or not a file);"
-                f" {kept}"
+                " a run keeps its newest, --max_nonfinite_skips + 1"
             )
-    what = load_state(folder / BUNDLE)
-    return what, [record_of(RECORDS[name], held) for name, held in what["records"]]
+    bundle = load_state(folder / BUNDLE)
+    micro_batches = [record_of(RECORDS[name], columns) for name, columns in bundle["records"]]
+    return bundle, micro_batches
 
 
 def replay(folder: Path, words: list[str]) -> bool:
     """Repeat the optimizer step of a bundle without its update, up to the first micro-batch that
     fails. Prints what is not finite, and returns whether anything is not. `words`: flags in place
     of those of the run."""
-    what, records = read_bundle(folder)
-    config: Any = parse(what["step_name"], ["--config", str(folder / CONFIG), *words])
+    bundle, micro_batches = read_bundle(folder)
+    config: Any = parse(bundle["step_name"], ["--config", str(folder / CONFIG), *words])
     dtype = config.run.dtype
-    resize = config.run.resize_vocabulary
-    constants = what["constants"]
-    print(f"{what['role']}, step {what['step']}: {what['fault']}; replayed in {dtype}")
-    layout = Layout(**what["layout"], attention=config.memory.attn_implementation)
-    if what["role"] == "critic" or (
-        what["step_name"] == "reward" and config.reward.trains_classifier
-    ):
-        classifier = load_sequence_classifier(
-            str(folder / MODEL), dtype, None, new_head=False, resize=resize
-        )
-        model: Any = ScalarModel(classifier, layout)
-    else:
-        model = PolicyModel(load_causal_lm(str(folder / MODEL), dtype, None, resize=resize), layout)
+    print(f"{bundle['role']}, step {bundle['step']}: {bundle['fault']}; replayed in {dtype}")
+    model = load_model(folder, bundle, config)
     model.to(dist.device()).train()
     print_bad("weights", model.named_parameters())
-    loss_of = loss_function(what, config, model)
-    set_random_state(what["random_state"])
-    for number, record in enumerate(records):
-        for name, rows in bad_rows(record).items():
-            print(f"micro-batch {number}: {name} is not finite in {rows} of its rows")
+    loss_of = loss_function(bundle, config, model)
+    set_random_state(bundle["random_state"])
+    rows_of_batches = bundle["constants"].get("rows")  # None in step 3
+    for index, micro_batch in enumerate(micro_batches):
+        for name, rows in bad_rows(micro_batch).items():
+            print(f"micro-batch {index}: {name} is not finite in {rows} of its rows")
         with first_bad_output(model) as outputs:
-            loss = loss_of(to_device(record, dist.device()))
-        (loss * what["world_size"] * what["loss_scale"].get(dtype, 1.0)).backward()
-        print(f"micro-batch {number}: loss {loss.item()}")
+            loss = loss_of(to_device(micro_batch, dist.device()))
+        (loss * bundle["world_size"] * bundle["loss_scale"].get(dtype, 1.0)).backward()
+        print(f"micro-batch {index}: loss {loss.item()}")
         for output in outputs:
             print(f"  the first output that is not finite: {output}")
         gradients = {
@@ -97,9 +88,9 @@ def replay(folder: Path, words: list[str]) -> bool:
             if weight.grad is not None
         }
         if print_bad("  gradients", gradients.items()) or not loss.isfinite():
-            if "rows" in constants:
+            if rows_of_batches is not None:
                 print(
-                    f"micro-batch {number} has rows {constants['rows'][number]} of the training"
+                    f"micro-batch {index} has rows {rows_of_batches[index]} of the training"
                     " split, from 0"
                 )
             return True
@@ -108,65 +99,55 @@ def replay(folder: Path, words: list[str]) -> bool:
     return not bool(norm.isfinite())
 
 
+def load_model(folder: Path, bundle: dict[str, Any], config: Any) -> PolicyModel | ScalarModel:
+    """The model of a bundle, with the weights that it had at the fault."""
+    dtype = config.run.dtype
+    resize = config.run.resize_vocabulary
+    layout = Layout(**bundle["layout"], attention=config.memory.attn_implementation)
+    is_classifier = bundle["role"] == "critic"
+    if bundle["step_name"] == "reward":
+        is_classifier = config.reward.trains_classifier
+    weights_folder = str(folder / MODEL)
+    if is_classifier:
+        classifier = load_sequence_classifier(
+            weights_folder, dtype, None, new_head=False, resize=resize
+        )
+        return ScalarModel(classifier, layout)
+    return PolicyModel(load_causal_lm(weights_folder, dtype, None, resize=resize), layout)
+
+
 def print_bad(what: str, tensors: Iterable[tuple[str, Tensor]]) -> bool:
     """Print the first names of those that are not finite; returns whether there are any."""
-    bad = [name for name, tensor in tensors if not tensor.isfinite().all()]
-    if bad:
-        print(
-            f"{what} that are not finite, {len(bad)} parameters:"
-            f" {', '.join(bad[:20])}{', ...' * (len(bad) > 20)}"
-        )
-    return bool(bad)
+    bad_names = [name for name, tensor in tensors if not tensor.isfinite().all()]
+    if bad_names:
+        listed = bad_names[:MOST_NAMES]
+        if len(bad_names) > MOST_NAMES:
+            listed.append("...")
+        print(f"{what} that are not finite, {len(bad_names)} parameters: {', '.join(listed)}")
+    return bool(bad_names)
 
 
-def loss_function(what: dict[str, Any], config: Any, model: Any) -> Callable[[Any], Tensor]:
+def loss_function(bundle: dict[str, Any], config: Any, model: Any) -> Callable[[Any], Tensor]:
     """The loss of one micro-batch, as in the run, but without the term of `--router_loss_coef`."""
-    constants = what["constants"]
+    constants = bundle["constants"]
     sums = MetricSums()
-    device = dist.device()
-
-    def frozen(role: str) -> Any:  # in place of an engine
-        path = model_folder(*reversed(config.models[role]))
-        lm = load_causal_lm(str(path), config.run.dtype, None, resize=config.run.resize_vocabulary)
-        return PolicyModel(lm).to(device).eval().requires_grad_(False)
-
-    if what["step_name"] == "sft":
+    if bundle["step_name"] == "sft":
+        teacher = None
         if config.teacher.teachers:
-            of_sft = SFTTeacher.of(frozen("teacher"), config.teacher)
-        else:
-            of_sft = None
-        return lambda batch: sft_loss(model, batch, constants["total"], sums, of_sft)
-    if what["step_name"] != "ppo":
-        loss: Any = OBJECTIVES[config.reward.objective](0, device, config).loss
-        return lambda batch: loss(model, batch, constants["total"], sums)
+            teacher = SFTTeacher.of(frozen_model(config, "teacher"), config.teacher)
+        return lambda batch: sft_loss(model, batch, constants["total"], sums, teacher)
+    if bundle["step_name"] != "ppo":
+        objective: Any = OBJECTIVES[config.reward.objective](0, dist.device(), config)
+        return lambda batch: objective.loss(model, batch, constants["total"], sums)
     minibatch: MiniBatch[Any] = MiniBatch(
         [],
         Denominators(**constants["denominators"]),
         constants["value_tokens"],
         constants["metric_weight"],
     )
-    if what["role"] == "critic":
+    if bundle["role"] == "critic":
         return lambda rows: critic_loss(model, rows, minibatch, config.algorithm, sums)
-    minimum_length = constants["minimum_length"] and MinimumLength(*constants["minimum_length"])
-
-    if config.algorithm.full_kl_loss:
-        reference = frozen("reference")
-    else:
-        reference = None
-    coef = config.distill_loss_coef
-    teachers = None
-    if coef > 0:
-        roles = [*config.teacher.models] or ["reference"]
-        teachers = teachers_of(config, [frozen(role) for role in roles], None, minimum_length)
-    actor_loss = ActorLoss(
-        model,
-        full_kl_reference(config, reference, minimum_length),
-        config.algorithm,
-        config.ppo.temperature,
-        minimum_length,
-        teachers,
-        coef,
-    )
+    actor_loss = _actor_loss(bundle, config, model)
 
     def loss_of(rows: Any) -> Tensor:
         if isinstance(rows, SFTBatch):
@@ -176,23 +157,58 @@ def loss_function(what: dict[str, Any], config: Any, model: Any) -> Callable[[An
     return loss_of
 
 
+def _actor_loss(bundle: dict[str, Any], config: Any, model: Any) -> ActorLoss:
+    """The actor's loss, with the frozen models that it compares with."""
+    minimum_length = bundle["constants"]["minimum_length"]
+    if minimum_length:
+        minimum_length = MinimumLength(*minimum_length)
+    reference = None
+    if config.algorithm.full_kl_loss:
+        reference = frozen_model(config, "reference")
+    teachers = None
+    if config.distill_loss_coef > 0:
+        roles = [*config.teacher.models] or ["reference"]
+        frozen_models = [frozen_model(config, role) for role in roles]
+        teachers = teachers_of(config, frozen_models, None, minimum_length)
+    return ActorLoss(
+        model,
+        full_kl_reference(config, reference, minimum_length),
+        config.algorithm,
+        config.ppo.temperature,
+        minimum_length,
+        teachers,
+        config.distill_loss_coef,
+    )
+
+
+def frozen_model(config: Any, role: str) -> Any:
+    """A model that does not train, such as "reference" or "teacher", from the folder from which the
+    run loaded it; it stands in place of an engine."""
+    flag, name = config.models[role]
+    lm = load_causal_lm(
+        str(model_folder(name, flag)), config.run.dtype, None, resize=config.run.resize_vocabulary
+    )
+    return PolicyModel(lm).to(dist.device()).eval().requires_grad_(False)
+
+
 @contextmanager
 def first_bad_output(model: nn.Module) -> Iterator[list[str]]:
     """Yields a list that receives a description of the first module output of `model` that is not
     finite."""
     names = {module: name for name, module in model.named_modules()}
-    found = list[str]()
+    descriptions = list[str]()
 
     def check(module: nn.Module, inputs: Any, output: Any) -> None:
-        if module in names and not found and not is_finite(output):
-            if is_finite(inputs):
-                state = "its inputs are finite"
-            else:
-                state = "so are its inputs"
-            found.append(f"{names[module] or 'the model'} ({type(module).__name__}; {state})")
+        if descriptions or module not in names or is_finite(output):
+            return
+        state = "so are its inputs"
+        if is_finite(inputs):
+            state = "its inputs are finite"
+        name = names[module] or "the model"
+        descriptions.append(f"{name} ({type(module).__name__}; {state})")
 
     with register_module_forward_hook(check):
-        yield found
+        yield descriptions
 
 
 def is_finite(value: Any) -> bool:
