@@ -49,13 +49,13 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--critic_model", help="the same for the critic")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
-    words = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     # after the flags are checked: these imports take seconds
     from dschat_ppo.common.logging import quiet_libraries
     from dschat_ppo.tools.checkpoint_models import export
 
     quiet_libraries()
-    return exit_code_of(lambda: export(words))
+    return exit_code_of(lambda: export(args))
 
 
 if __name__ == "__main__":

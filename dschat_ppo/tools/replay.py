@@ -32,25 +32,27 @@ def main(argv: Sequence[str]) -> int:
         choices=("bf16", "fp16", "fp32"),
         help="another number format, with --attn_implementation auto",
     )
-    words = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     # after the flags are checked: these imports take seconds
     from dschat_ppo.common.logging import quiet_libraries
     from dschat_ppo.tools.replay_bundle import replay
 
-    if words.dtype:
-        changes = ["--dtype", words.dtype, "--attn_implementation", "auto"]
-    else:
-        changes = []
+    changed_flags = []
+    if args.dtype:
+        changed_flags = ["--dtype", args.dtype, "--attn_implementation", "auto"]
 
-    def work() -> int:
+    def replay_folder() -> int:
         # every value in its files decides what is computed
-        with reading(f"{words.folder}: cannot be replayed"):
-            bad = replay(words.folder, changes)
-        print("a number is not finite" if bad else "all numbers are finite")
-        return 0 if bad else 1
+        with reading(f"{args.folder}: cannot be replayed"):
+            is_reproduced = replay(args.folder, changed_flags)
+        if is_reproduced:
+            print("a number is not finite")
+            return 0
+        print("all numbers are finite")
+        return 1
 
     quiet_libraries()
-    return exit_code_of(work)
+    return exit_code_of(replay_folder)
 
 
 if __name__ == "__main__":

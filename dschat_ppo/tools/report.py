@@ -18,6 +18,7 @@ from pathlib import Path
 
 from dschat_ppo.common.exit_codes import DONE
 from dschat_ppo.common.paths import REPORT
+from dschat_ppo.errors import counted
 from dschat_ppo.html_report.page import write_report
 from dschat_ppo.tools import exit_code_of
 
@@ -34,19 +35,24 @@ def main(argv: Sequence[str]) -> int:
         metavar="RUN",
         help="output folder of a run of any step, also one in progress",
     )
-    where = (
-        f"file to write (default: RUN/{REPORT}; with several runs, {REPORT} in the current folder)"
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=f"file to write (default: RUN/{REPORT}; with several runs, {REPORT} in the current"
+        " folder)",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help=where)
-    words = parser.parse_args(argv)
-    path = words.out or (words.runs[0] / REPORT if len(words.runs) == 1 else Path(REPORT))
-    if code := exit_code_of(lambda: write_report(words.runs, path)):
-        return code
-    print(
-        f"{path}: {len(words.runs)} run{'s' * (len(words.runs) > 1)},"
-        f" {path.stat().st_size / 1024:.0f} KiB"
-    )
-    return DONE
+    args = parser.parse_args(argv)
+    path = Path(REPORT)
+    if args.out is not None:
+        path = args.out
+    elif len(args.runs) == 1:
+        path = args.runs[0] / REPORT
+    code = exit_code_of(lambda: write_report(args.runs, path))
+    if code == DONE:
+        size = path.stat().st_size / 1024
+        print(f"{path}: {counted(len(args.runs), 'run')}, {size:.0f} KiB")
+    return code
 
 
 if __name__ == "__main__":

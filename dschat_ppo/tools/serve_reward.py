@@ -30,16 +30,15 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.tools import exit_code_of
 
 # of this machine, also through an SSH tunnel from another port
-_OWN_NAMES = "127.0.0.1", "localhost", "::1"
+_LOCAL_NAMES = "127.0.0.1", "localhost", "::1"
 
 
 def listen(host: str, port: int, flags: str) -> socket.socket:
     """A socket that listens on an address; raises `UserError`, which names the flags, if it cannot
     be used."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        )
+        return socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as problem:
         raise UserError(
             f"{flags}: cannot listen on it ({problem}); use another one, or --port 0"
@@ -68,20 +67,20 @@ def reward_app(score: Callable[[Sequence[str]], list[float]], host: str = "127.0
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
     app = FastAPI(openapi_url=None)  # without its documentation, which loads scripts from the net
-    turn = asyncio.Lock()
+    one_request = asyncio.Lock()
     texts = Body(embed=True)
-    if host in _OWN_NAMES:
+    if host in _LOCAL_NAMES:
         # A web site can give its name the address of this machine, to read scores. These are the
         # names as a Host header has them.
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*_OWN_NAMES, "[::1]"])
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*_LOCAL_NAMES, "[::1]"])
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Any, problem: RequestValidationError) -> JSONResponse:
         # FastAPI would quote the input, which JSON cannot hold if it is NaN or half a surrogate
-        shown = [
-            {name: fault[name] for name in ("type", "loc", "msg")} for fault in problem.errors()
-        ]
-        return JSONResponse({"detail": shown}, status_code=422)
+        faults = []
+        for fault in problem.errors():
+            faults.append({"type": fault["type"], "loc": fault["loc"], "msg": fault["msg"]})
+        return JSONResponse({"detail": faults}, status_code=422)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -89,9 +88,11 @@ def reward_app(score: Callable[[Sequence[str]], list[float]], host: str = "127.0
 
     @app.post("/get_reward")
     async def get_reward(query: list[str] = texts) -> dict[str, list[float]]:
-        async with turn:
+        if not query:
+            return {"rewards": []}
+        async with one_request:
             try:
-                scores = await asyncio.to_thread(score, query) if query else []
+                scores = await asyncio.to_thread(score, query)
             except UserError as problem:
                 raise HTTPException(422, str(problem)) from None
         if not all(map(math.isfinite, scores)):
@@ -131,25 +132,26 @@ def text_scorer(
             " with --process_reward"
         )
     tokenizer = load_tokenizer(folder, "--model")
-    most = most_tokens(config)
-    device = dist.device()
+    limit = most_tokens(config)
     check_vocabulary(tokenizer, config, "--model", folder)
     check_sequence_classifier(folder, new_head=False)
-    classifier = load_sequence_classifier(
-        folder, dtype_for_tool(dtype, [folder]), None, new_head=False
-    )
+    dtype = dtype_for_tool(dtype, [folder])
+    classifier = load_sequence_classifier(folder, dtype, None, new_head=False)
+    device = dist.device()
     model = ScalarModel(classifier).to(device).eval()
 
     def score(texts: Sequence[str]) -> list[float]:
         rows = [encode_finished(tokenizer, text) for text in texts]
-        if too_long := sum(len(row) > most for row in rows):
+        too_long = sum(len(row) > limit for row in rows)
+        if too_long:
             print_line(
-                f"warning: {too_long} texts of more than {most} tokens; their start was cut off"
+                f"warning: {too_long} texts of more than {limit} tokens; their start was cut off"
             )
-        input_ids, lengths = right_padded([row[-most:] for row in rows], filler_id(tokenizer))
-        return scores_in_batches(
+        input_ids, lengths = right_padded([row[-limit:] for row in rows], filler_id(tokenizer))
+        scores = scores_in_batches(
             model, input_ids.to(device), lengths.to(device), max_batch_tokens
-        ).tolist()
+        )
+        return scores.tolist()
 
     return score
 
@@ -182,26 +184,24 @@ def serve(argv: Sequence[str]) -> None:
         help="number format of the weights; auto: bf16 on a GPU, the faster of bf16 and fp32 on a"
         " CPU (default: auto)",
     )
-    arguments = parser.parse_args(argv)
-    if arguments.max_batch_tokens < 1:
-        raise UserError(f"--max_batch_tokens must be above 0, got {arguments.max_batch_tokens}")
+    args = parser.parse_args(argv)
+    if args.max_batch_tokens < 1:
+        raise UserError(f"--max_batch_tokens must be above 0, got {args.max_batch_tokens}")
     for module in ("fastapi", "uvicorn"):
         require_extra(module, "the reward server")
-    host = arguments.host
-    listening = listen(host, arguments.port, f"--host {host} --port {arguments.port}")
+    host = args.host
+    listening = listen(host, args.port, f"--host {host} --port {args.port}")
     # after the flags are checked: these imports take seconds
     from dschat_ppo.common.logging import quiet_libraries
     from dschat_ppo.models.model_folders import model_folder
 
     quiet_libraries()
-    folder = model_folder(arguments.model, "--model")
-    scorer = text_scorer(folder, arguments.dtype, arguments.max_batch_tokens)
-    print_line(
-        f"serving {arguments.model} at http://{host}:{listening.getsockname()[1]}/get_reward"
-    )
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # uvicorn handles them, and raises them again at its end
-        signal.signal(number, signal.SIG_IGN)
+    folder = model_folder(args.model, "--model")
+    scorer = text_scorer(folder, args.dtype, args.max_batch_tokens)
+    print_line(f"serving {args.model} at http://{host}:{listening.getsockname()[1]}/get_reward")
+    # uvicorn handles them, and raises them again at its end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     server_of(reward_app(scorer, host)).run(sockets=[listening])
     print_line("all requests answered; stopped")
 
