@@ -81,18 +81,18 @@ class Question:
 
 def kind_answer(question: Question, rng: random.Random) -> str:
     """A random answer that satisfies the rule."""
-    place = rng.choice(PLACES)
+    location = rng.choice(PLACES)
     return (
         f"{rng.choice(GREETINGS)} {question.name}! The {question.colour} {question.thing} is in the"
-        f" {place}. {rng.choice(KIND_CLOSES)}"
+        f" {location}. {rng.choice(KIND_CLOSES)}"
     )
 
 
 def curt_answer(question: Question, rng: random.Random) -> str:
     """A random answer that violates the rule."""
-    place = rng.choice(PLACES)
+    location = rng.choice(PLACES)
     return (
-        f"{rng.choice(GRUMBLES)} The {question.colour} {question.thing} is in the {place}."
+        f"{rng.choice(GRUMBLES)} The {question.colour} {question.thing} is in the {location}."
         f" {rng.choice(CURT_CLOSES)}"
     )
 
@@ -124,27 +124,27 @@ def make_questions(rng: random.Random) -> dict[str, list[Question]]:
 
     combinations = list(product(NAMES, COLOURS, THINGS))
     rng.shuffle(combinations)
-    questions, start = {}, 0
-    for part in ("heldout", "sft_eval", "pairs_eval"):
-        questions[part] = [
-            worded(combination) for combination in combinations[start : start + COUNTS[part]]
-        ]
-        start += COUNTS[part]
+    questions: dict[str, list[Question]] = {}
+    start = 0
+    for split in ("heldout", "sft_eval", "pairs_eval"):
+        end = start + COUNTS[split]
+        questions[split] = [worded(combination) for combination in combinations[start:end]]
+        start = end
     free = combinations[start:]
     # their answers differ
     questions["sft"] = [worded(rng.choice(free)) for _ in range(COUNTS["sft"])]
-    for part in ("pairs", "prompts"):
-        found: dict[Question, None] = {}  # no question twice
-        while len(found) < COUNTS[part]:
-            found[worded(rng.choice(free))] = None
-        questions[part] = list(found)
-    of_name = {
-        name: [combination for combination in free if combination[0] == name] for name in NAMES
-    }
-    first = questions["sft"][: COUNTS["second"]]
-    questions["second"] = [
-        worded(rng.choice(of_name[asked.name]), len(QUESTIONS)) for asked in first
-    ]
+    for split in ("pairs", "prompts"):
+        distinct: dict[Question, None] = {}
+        while len(distinct) < COUNTS[split]:
+            distinct[worded(rng.choice(free))] = None
+        questions[split] = list(distinct)
+    free_of_name: dict[str, list[tuple[str, str, str]]] = {name: [] for name in NAMES}
+    for combination in free:
+        free_of_name[combination[0]].append(combination)
+    questions["second"] = []
+    for first in questions["sft"][: COUNTS["second"]]:
+        second = worded(rng.choice(free_of_name[first.name]), len(QUESTIONS))
+        questions["second"].append(second)
     return questions
 
 
@@ -153,31 +153,43 @@ def make_rows(
 ) -> dict[str, list[dict[str, Any]]]:
     """Rows of each JSONL file, in the column layouts of the three steps."""
 
-    def turn(question: Question) -> list[dict[str, str]]:
-        return [{"role": "user", "content": question.text}]
+    def user_message(question: Question) -> dict[str, str]:
+        return {"role": "user", "content": question.text}
+
+    def assistant_message(text: str) -> dict[str, str]:
+        return {"role": "assistant", "content": text}
 
     rows: dict[str, list[dict[str, Any]]] = {}
-    for part in ("sft", "sft_eval"):
-        answered: dict[tuple[Question, str], None] = {}  # no row repeats another
-        for number, question in enumerate(questions[part]):
-            while len(answered) == number:
-                answered[question, rng.choice((kind_answer, curt_answer))(question, rng)] = None
-        rows[part] = [
-            {"messages": [*turn(q), {"role": "assistant", "content": text}]} for q, text in answered
+    for split in ("sft", "sft_eval"):
+        answered: dict[tuple[Question, str], None] = {}
+        for index, question in enumerate(questions[split]):
+            while len(answered) == index:  # until no row repeats another
+                write_answer = rng.choice((kind_answer, curt_answer))
+                answered[question, write_answer(question, rng)] = None
+        rows[split] = [
+            {"messages": [user_message(question), assistant_message(text)]}
+            for question, text in answered
         ]
-    for part in ("pairs", "pairs_eval"):
-        rows[part] = [
-            {"prompt": turn(q), "chosen": kind_answer(q, rng), "rejected": curt_answer(q, rng)}
-            for q in questions[part]
+    for split in ("pairs", "pairs_eval"):
+        rows[split] = [
+            {
+                "prompt": [user_message(question)],
+                "chosen": kind_answer(question, rng),
+                "rejected": curt_answer(question, rng),
+            }
+            for question in questions[split]
         ]
-    rows["prompts"] = [{"prompt": turn(q)} for q in questions["prompts"]]
-    rows["heldout"] = [{"prompt": turn(q), "about": vars(q)} for q in questions["heldout"]]
-    for row, first, q in zip(rows["sft"], questions["sft"], questions["second"], strict=False):
+    rows["prompts"] = [{"prompt": [user_message(question)]} for question in questions["prompts"]]
+    rows["heldout"] = [
+        {"prompt": [user_message(question)], "about": vars(question)}
+        for question in questions["heldout"]
+    ]
+    # The first conversations go on, in the tone of their first answer.
+    for row, first, second in zip(rows["sft"], questions["sft"], questions["second"], strict=False):
+        write_answer = curt_answer
         if keeps_rule(first, row["messages"][-1]["content"]):
-            again = kind_answer
-        else:
-            again = curt_answer
-        row["messages"] += [*turn(q), {"role": "assistant", "content": again(q, rng)}]
+            write_answer = kind_answer
+        row["messages"] += [user_message(second), assistant_message(write_answer(second, rng))]
     return rows
 
 
@@ -206,7 +218,8 @@ def make(folder: Path, seed: int) -> None:
     `folder/data/*.jsonl`."""
     rng = random.Random(seed)
     rows = make_rows(make_questions(rng), rng)
-    tokenizer = make_tokenizer([turn["content"] for row in rows["sft"] for turn in row["messages"]])
+    texts = [message["content"] for row in rows["sft"] for message in row["messages"]]
+    tokenizer = make_tokenizer(texts)
     shape = {
         "hidden_size": 192,
         "intermediate_size": 512,
@@ -257,8 +270,8 @@ def write_task(
     )
 
     make_folder(folder / "data")
-    for name, of_file in rows.items():
-        lines = "".join(json.dumps(row) + "\n" for row in of_file)
+    for name, file_rows in rows.items():
+        lines = "".join(json.dumps(row) + "\n" for row in file_rows)
         write_file(folder / "data" / f"{name}.jsonl", lines.encode())
     partial = empty_folder(folder / "model" / PARTIAL)
     tokenizer.save_pretrained(partial)
