@@ -1,4 +1,4 @@
-"""Chats whose answers are episodes: the model calls tools, or plays with an environment."""
+"""Chats whose responses are episodes: the model calls tools, or plays with an environment."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any
 
@@ -26,8 +27,19 @@ from dschat_ppo.tools.chat_model import ChatModel, CheckedModel, Token
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 
 
+@dataclass
+class ChatEpisode:
+    """An episode that a model plays in response to a message."""
+
+    ids: list[int]  # of the conversation so far
+    left: int  # tokens that may follow
+    text: str = ""  # that the model wrote
+    reward: float = 0.0
+    remark: str = ""  # why it ended before its time
+
+
 class EpisodeModel(ChatModel):
-    """A chat model whose answers are episodes. Where there are tools, the person is the user, and
+    """A chat model whose responses are episodes. Where there are tools, the person is the user, and
     the environment lasts as long as the conversation. Without tools the environment is the user:
     each message begins an episode."""
 
@@ -41,123 +53,136 @@ class EpisodeModel(ChatModel):
         if self.tools and not self.has_template:
             raise UserError("tools need the chat template: omit --apply_chat_template False")
         # tokens of the person's messages
-        self.messages = ObservationTokens(self.tokenizer, self.tools, sys.maxsize)
+        self.message_tokens = ObservationTokens(self.tokenizer, self.tools, sys.maxsize)
         # tokens of conversations, by the contents of their messages
-        self.drawn = dict[tuple[str, ...], list[int]]()
+        self.conversation_ids = dict[tuple[str, ...], list[int]]()
         self.is_waiting = False  # an environment waits for an action
 
-    def answer(
-        self, messages: Messages, settings: SamplingSettings, number: int
+    def respond(
+        self, messages: Messages, settings: SamplingSettings, response_index: int
     ) -> Iterator[Token]:
-        """As `ChatModel.answer`; calls and what came back are `aside` of tokens without text."""
+        """As `ChatModel.respond`; calls and what came back are `aside` of tokens without text."""
         contents = tuple(message["content"] for message in messages)
-        before = self.drawn.get(contents[:-1]) if self.tools else None
-        if before is None or not self.is_waiting:
-            ids, opening = self._begin(messages, int(row_seeds(number, 1, settings.seed)))
-            if opening and before is None:
-                yield Token("", "", aside=f"[environment] {opening}")
+        earlier_ids = None  # of a conversation that goes on
+        if self.tools:
+            earlier_ids = self.conversation_ids.get(contents[:-1])
+        if earlier_ids is None or not self.is_waiting:
+            seed = int(row_seeds(response_index, 1, settings.seed))
+            ids, opening = self._begin(messages, seed)
+            if opening and earlier_ids is None:
+                yield Token("", aside=f"[environment] {opening}")
         # what the model drew is not encoded again; an environment that failed starts again
-        if before is not None:
-            ids = [*before, *self.messages(Turn([messages[-1]]), before[-1])]
-        left = settings.max_tokens
-        text = ""
-        remark = ""
-        reward = 0.0
+        if earlier_ids is not None:
+            message_ids = self.message_tokens(Turn([messages[-1]]), earlier_ids[-1])
+            ids = [*earlier_ids, *message_ids]
+        episode = ChatEpisode(ids, settings.max_tokens)
         try:
-            for turn in range(self.flags.max_turns):
-                start = len(ids)
-                for token in self.continued(
-                    list(ids), settings, left, number, *[turn] * (turn > 0)
-                ):
-                    ids.append(token.number)
-                    text += token.text
-                    yield token
-                if remark := token.note:  # a limit cut it
-                    break
-                action, answer = read_action(
-                    self.tokenizer,
-                    ids[start:],
-                    self.tools,
-                    ends_in_thought(self.tokenizer, ids[:start]),
-                )
-                for call in (part["function"] for part in action.get("tool_calls", ())):
-                    yield Token(
-                        "", "", aside=f"[call] {call['name']} {json.dumps(call['arguments'])}"
-                    )
-                seen = self._ask("step", action) if answer is None else answer
-                if isinstance(seen, CallError):
-                    remark = f"the environment {seen}"
-                    break
-                reward += seen.reward
-                if seen.messages or seen.text:
-                    tokens = self.rollouts.observations(seen, ids[-1])
-                else:
-                    tokens = []
-                if tokens:
-                    yield Token(
-                        "", "", aside=f"[environment] {observed_text(self.tokenizer, tokens)}"
-                    )
-                left -= len(ids) - start + len(tokens)
-                if seen.done or not tokens:
-                    break
-                if turn + 1 == self.flags.max_turns or self.room([*ids, *tokens], left) < 1:
-                    remark = f"ended after {turn + 1} turns: no turn (--max_turns) or token is left"
-                    break
-                ids += tokens
+            yield from self._play(episode, settings, response_index)
         finally:
-            self.drawn[(*contents, text)] = ids
+            self.conversation_ids[(*contents, episode.text)] = ids
         if not self.tools and self.is_waiting:
-            last = self._ask("finish")
-            reward += last.reward if isinstance(last, Turn) else 0.0
-        yield Token("", remark, aside=f"[reward] {reward:g}" if reward or not self.tools else "")
+            last_turn = self._ask("finish")
+            if isinstance(last_turn, Turn):
+                episode.reward += last_turn.reward
+        reward = ""
+        if episode.reward or not self.tools:
+            reward = f"[reward] {episode.reward:g}"
+        yield Token("", episode.remark, aside=reward)
+
+    def _play(
+        self, episode: ChatEpisode, settings: SamplingSettings, response_index: int
+    ) -> Iterator[Token]:
+        """Let the model act and the environment answer until one of them, or a limit, ends the
+        episode. Yields the tokens of the actions, and the answers as asides."""
+        ids = episode.ids
+        for turn in range(self.flags.max_turns):
+            start = len(ids)
+            seed_path = [response_index]
+            if turn > 0:
+                seed_path.append(turn)
+            for token in self.draw_tokens(list(ids), settings, episode.left, *seed_path):
+                ids.append(token.token_id)
+                episode.text += token.text
+                yield token
+            episode.remark = token.note
+            if episode.remark:  # a limit cut it
+                return
+            is_opened = ends_in_thought(self.tokenizer, ids[:start])
+            action, answer = read_action(self.tokenizer, ids[start:], self.tools, is_opened)
+            for call in action.get("tool_calls", ()):
+                function = call["function"]
+                arguments = json.dumps(function["arguments"])
+                yield Token("", aside=f"[call] {function['name']} {arguments}")
+            if answer is None:  # no error in its calls
+                answer = self._ask("step", action)
+            if isinstance(answer, CallError):
+                episode.remark = f"the environment {answer}"
+                return
+            episode.reward += answer.reward
+            observation: list[int] = []
+            if answer.messages or answer.text:
+                observation = self.rollouts.observations(answer, ids[-1])
+            if observation:
+                text = observed_text(self.tokenizer, observation)
+                yield Token("", aside=f"[environment] {text}")
+            episode.left -= len(ids) - start + len(observation)
+            if answer.done or not observation:
+                return
+            is_last = turn + 1 == self.flags.max_turns
+            if is_last or self.tokens_that_fit([*ids, *observation], episode.left) < 1:
+                episode.remark = (
+                    f"ended after {turn + 1} turns: no turn (--max_turns) or token is left"
+                )
+                return
+            ids += observation
 
     def _begin(self, messages: Messages, seed: int) -> tuple[list[int], str]:
         """Begin an episode: (tokens of its prompt, what the environment says first). With an
         environment, a message that is a JSON object is the data row, and its `prompt` the
         message."""
-        row, [*earlier, last] = dict[str, Any](), messages
+        *earlier, last = messages
+        row: dict[str, Any] = {}
         if self.flags.gives_reward:
             with suppress(ValueError, RecursionError):
-                if isinstance(found := json.loads(last["content"]), dict):
-                    row = found
-                else:
-                    row = {}
-        row = {**row, "prompt": row.get("prompt", "") if row else last["content"]}
-        if isinstance(row["prompt"], list):
-            asked = row["prompt"]
+                parsed = json.loads(last["content"])
+                if isinstance(parsed, dict):
+                    row = parsed
+        if row:
+            row.setdefault("prompt", "")
         else:
-            asked = [{"role": "user", "content": row["prompt"]}]
-        if not all(
-            isinstance(message, dict) and isinstance(message.get("content"), str)
-            for message in asked
-        ):
-            raise UserError("the prompt of the row must be text or chat messages")
-        if self.tools:
-            earlier = earlier
-        else:
+            row["prompt"] = last["content"]
+        prompt = row["prompt"]
+        if not isinstance(prompt, list):
+            prompt = [{"role": "user", "content": prompt}]
+        for message in prompt:
+            if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+                raise UserError("the prompt of the row must be text or chat messages")
+        if not self.tools:
             earlier = [message for message in earlier if message["role"] == "system"]
-        messages = [*earlier, *asked]
+        messages = [*earlier, *prompt]
         ids = self.prompt_ids(messages)
         self.is_waiting = False
         self.rollouts.episodes.end_all()
-        told = json.dumps(
-            {**row, MESSAGES: messages, TOOLS: self.tools} if self.has_template else row
-        )
-        rows = Dataset.from_dict({"row": [told], "prompt_ids": [ids]})
+        if self.has_template:
+            row = {**row, MESSAGES: messages, TOOLS: self.tools}
+        rows = Dataset.from_dict({"row": [json.dumps(row)], "prompt_ids": [ids]})
         batch, _ = self.rollouts.begin(rows, [0], 1, [seed], never)
         self.is_waiting = True
-        begun = batch.prompt_ids[0].tolist()
-        first = len(commonprefix([ids, begun]))
-        added = begun[first : len(begun) - (len(ids) - first)]
-        return begun, str(self.tokenizer.decode(added, skip_special_tokens=True)).strip()
+        begun_ids = batch.prompt_ids[0].tolist()
+        # The opening is in the middle, before what the template writes after a message.
+        start = len(commonprefix([ids, begun_ids]))
+        end = len(begun_ids) - (len(ids) - start)
+        opening = self.tokenizer.decode(begun_ids[start:end], skip_special_tokens=True)
+        return begun_ids, str(opening).strip()
 
     def _ask(self, method: str, *arguments: Any) -> Turn | CallError:
         """What the environment answers."""
         episodes = self.rollouts.episodes
         self.is_waiting = False
         getattr(episodes, method)(0, *arguments)
-        while not (found := episodes.poll(WAIT_SECONDS)):
-            pass
-        [(_, turn)] = found
+        answers = episodes.poll(WAIT_SECONDS)
+        while not answers:
+            answers = episodes.poll(WAIT_SECONDS)
+        [(_, turn)] = answers
         self.is_waiting = isinstance(turn, Turn)
         return turn

@@ -1,4 +1,4 @@
-"""Models to chat with: conversations to prompts, answers as they are generated; and the chat in a
+"""Models to chat with: conversations to prompts, responses as they are generated; and the chat in a
 terminal."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dschat_ppo.rollout.self_check import choose_engine
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 from dschat_ppo.tools.token_stream import TextStream, stream_tokens
 
-_CONTEXT = 16  # tokens of a text prompt before which its answer is decoded
+_CONTEXT = 16  # tokens of a text prompt after which its continuation is decoded
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,12 @@ def checked_models(
 
 @dataclass(frozen=True)
 class Token:
-    """One token of an answer: the text that it completes, perhaps "". The `note` of the last one
-    says whether a limit cut the answer. An `aside` is no part of the answer."""
+    """One token of a response: the text that it completes, perhaps "". The `note` of the last one
+    says whether a limit cut the response. An `aside` is no part of the response."""
 
     text: str
-    note: str
-    number: int = -1  # its id
+    note: str = ""
+    token_id: int = -1
     aside: str = ""
 
 
@@ -112,11 +112,15 @@ class ChatModel:
             raise UserError(
                 f"{checked.flag} {checked.name}: this model has no cache that a chat can use"
             )
-        known = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        self.positions = None if known is None else int(known) - first_position(self.model.config)
+        text_config = self.model.config.get_text_config()
+        self.positions: int | None = None  # any number
+        embeddings = getattr(text_config, "max_position_embeddings", None)
+        if embeddings is not None:
+            self.positions = int(embeddings) - first_position(self.model.config)
         self.ends = end_ids(self.tokenizer, self.model)
 
     def prompt_ids(self, messages: Messages) -> list[int]:
+        """The tokens of a conversation, after which the model responds."""
         if self.has_template:
             return encode_prompt(self.tokenizer, messages, self.tools or None)
         if any(message["role"] == "system" for message in messages):
@@ -126,52 +130,59 @@ class ChatModel:
             )
         return encode_prompt(self.tokenizer, "".join(message["content"] for message in messages))
 
-    def answer(
-        self, messages: Messages, settings: SamplingSettings, number: int
+    def respond(
+        self, messages: Messages, settings: SamplingSettings, response_index: int
     ) -> Iterator[Token]:
-        """Answer a conversation, whose last message is the user's. To stop early, abandon the
-        iterator. Answers of one seed with different numbers are independent. A `UserError` comes
+        """Respond to a conversation, whose last message is the user's. To stop early, abandon the
+        iterator. Responses of one seed with different indices are independent. A `UserError` comes
         before the first token."""
-        yield from self.continued(self.prompt_ids(messages), settings, settings.max_tokens, number)
+        prompt_ids = self.prompt_ids(messages)
+        yield from self.draw_tokens(prompt_ids, settings, settings.max_tokens, response_index)
 
-    def room(self, ids: Sequence[int], most: int) -> int:
-        """How many of `most` tokens fit after `ids`."""
+    def tokens_that_fit(self, ids: Sequence[int], max_tokens: int) -> int:
+        """How many of `max_tokens` fit into the model's positions after `ids`."""
         if self.positions is None:
-            return most
-        return min(most, self.positions - len(ids))
+            return max_tokens
+        return min(max_tokens, self.positions - len(ids))
 
-    def continued(
-        self, ids: list[int], settings: SamplingSettings, most: int, *path: int
+    def draw_tokens(
+        self, ids: list[int], settings: SamplingSettings, max_tokens: int, *seed_path: int
     ) -> Iterator[Token]:
-        """Draw at most `most` tokens after `ids`, by a seed that `path` numbers."""
+        """Draw at most `max_tokens` after `ids`. The seed is that of the settings for `seed_path`,
+        numbers that distinguish what a chat draws."""
         if not ids:
             raise UserError(f"{self.name}: the message has no tokens; write something")
-        most = self.room(ids, most)
-        if most < 1:
+        max_tokens = self.tokens_that_fit(ids, max_tokens)
+        if max_tokens < 1:
             raise UserError(
                 f"{self.name}: the conversation has {len(ids)} tokens, but the model has"
                 f" {self.positions} positions; begin a new one, or shorten the message"
             )
-        seed = int(row_seeds(path[0], 1, settings.seed, *path[1:]))
-        stream = TextStream(self.tokenizer, () if self.has_template else ids[-_CONTEXT:])
-        drawn = stream_tokens(self.model, ids, seed, settings.sampling, self.ends, most)
-        for tokens, token in enumerate(drawn, 1):
-            if token in self.ends:  # a text end need not be a special token
-                yield Token(stream.rest(), "", token)
-            elif tokens == most:
-                yield Token(stream.add(token) + stream.rest(), f"cut after {tokens} tokens", token)
+        first, *rest = seed_path
+        seed = int(row_seeds(first, 1, settings.seed, *rest))
+        context: list[int] = []
+        if not self.has_template:
+            context = ids[-_CONTEXT:]
+        stream = TextStream(self.tokenizer, context)
+        drawn_ids = stream_tokens(self.model, ids, seed, settings.sampling, self.ends, max_tokens)
+        for count, token_id in enumerate(drawn_ids, 1):
+            if token_id in self.ends:  # a text end need not be a special token
+                yield Token(stream.rest(), "", token_id)
+            elif count == max_tokens:
+                text = stream.add(token_id) + stream.rest()
+                yield Token(text, f"cut after {count} tokens", token_id)
             else:
-                yield Token(stream.add(token), "", token)
+                yield Token(stream.add(token_id), "", token_id)
 
 
 def conversation(system: str, turns: Sequence[tuple[str, str]], message: str) -> Messages:
-    """A conversation, (message, answer) each, with a new message of the user."""
+    """A conversation of (message, response) turns, with a new message of the user."""
     messages: Messages = []
     if system:
         messages.append({"role": "system", "content": system})
-    for asked, answered in turns:
-        messages.append({"role": "user", "content": asked})
-        messages.append({"role": "assistant", "content": answered})
+    for earlier_message, response in turns:
+        messages.append({"role": "user", "content": earlier_message})
+        messages.append({"role": "assistant", "content": response})
     messages.append({"role": "user", "content": message})
     return messages
 
@@ -188,16 +199,18 @@ A line that ends with \\ continues on the next one. To send a message that start
 with //."""
 
 
-def note(text: str) -> None:
-    """A line that is no part of the conversation. With control characters a model could control the
-    terminal."""
-    dim = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    print(f"\x1b[2m{escaped(text)}\x1b[0m" if dim else escaped(text), flush=True)
+def print_note(text: str) -> None:
+    """Print a line that is no part of the conversation. With control characters a model could
+    control the terminal."""
+    line = escaped(text)
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        line = f"\x1b[2m{line}\x1b[0m"  # dim
+    print(line, flush=True)
 
 
 class Terminal:
-    """A chat in the terminal. Each model answers every message and has its own conversation. If
-    `interactive`, prompts are written, and answers as they are generated; otherwise answers are
+    """A chat in the terminal. Each model responds to every message and has its own conversation. If
+    `interactive`, prompts are written, and responses as they are generated; otherwise responses are
     written whole."""
 
     def __init__(
@@ -211,110 +224,128 @@ class Terminal:
         self.settings = settings
         self.system = system
         self.interactive = interactive
-        # (message, answer) of each model
+        # (message, response) of each model
         self.turns: list[list[tuple[str, str]]] = [[] for _ in models]
-        self.number = 0  # of the next answer, for its seed
+        self.response_index = 0  # of the next response, for its seed
 
     def run(self) -> None:
         """Read messages and commands until the end of the input or /quit."""
         if self.interactive:
             for model in self.models:
-                if model.has_template:
-                    how = ""
-                else:
-                    how = "  (no chat template: the model continues the text)"
-                note(f"{model.name}  {model.path}{how}")
-            note("/help lists the commands, Ctrl-D ends the chat")
+                remark = ""
+                if not model.has_template:
+                    remark = "  (no chat template: the model continues the text)"
+                print_note(f"{model.name}  {model.path}{remark}")
+            print_note("/help lists the commands, Ctrl-D ends the chat")
         while True:
             try:
-                line = input("> " if self.interactive else "")
+                line = self._read_line("> ")
                 while line.endswith("\\"):
-                    line = f"{line[:-1]}\n" + input(". " if self.interactive else "")
+                    line = f"{line[:-1]}\n{self._read_line('. ')}"
             except (EOFError, KeyboardInterrupt):
-                print(end="\n" if self.interactive else "")
+                if self.interactive:
+                    print()
                 return
             try:
                 if line.rstrip() == "/quit":
                     return
                 if line.startswith("/") and not line.startswith("//"):
-                    self.command(*line[1:].partition(" ")[::2])
+                    name, _, argument = line[1:].partition(" ")
+                    self.command(name, argument.strip())
                 elif line.strip():
                     self.ask(line.removeprefix("/"))
             except UserError as problem:
-                note(str(problem))
+                print_note(str(problem))
 
-    def command(self, name: str, rest: str) -> None:
+    def _read_line(self, prompt: str) -> str:
+        if self.interactive:
+            return input(prompt)
+        return input("")
+
+    def command(self, name: str, argument: str) -> None:
         """Carry out a command; raises `UserError` if it cannot be."""
-        rest = rest.strip()
         if name == "system":
-            if rest and not all(model.has_template for model in self.models):
+            if argument and not all(model.has_template for model in self.models):
                 raise UserError("a model has no chat template here, so it takes no system message")
-            self.system = rest
-            note(f"system message: {rest}" if rest else "no system message")
+            self.system = argument
+            if argument:
+                print_note(f"system message: {argument}")
+            else:
+                print_note("no system message")
         elif name == "set":
-            setting, _, value = rest.partition(" ")
+            setting, _, value = argument.partition(" ")
             if setting and not value:
                 raise UserError("/set needs a name and a value, such as: /set temperature 0.7")
             if setting:
                 self.settings = self.settings.with_values({setting: value.strip()})
-            note("  ".join(f"{each} {number}" for each, number in asdict(self.settings).items()))
+            settings = asdict(self.settings).items()
+            print_note("  ".join(f"{setting} {value}" for setting, value in settings))
         elif f"/{name} " not in HELP:
             raise UserError(
                 f"there is no command /{name}; /help lists them, and //{name} is a message"
             )
-        elif rest:
+        elif argument:
             raise UserError(f"/{name} takes no argument")
         elif name == "help":
             print(HELP, flush=True)
         elif name == "reset":
             self.turns = [[] for _ in self.models]
-            self.number = 0
-            note("a new conversation")
+            self.response_index = 0
+            print_note("a new conversation")
         elif not self.turns[0]:
             raise UserError("there is no message yet")
         else:  # undo or retry
-            [message, *_] = [turns.pop()[0] for turns in self.turns]
+            message, _ = self.turns[0][-1]
+            for turns in self.turns:
+                turns.pop()
             if name == "retry":
                 self.ask(message)
             else:
-                note(f"forgotten: {message}")
+                print_note(f"forgotten: {message}")
 
     def ask(self, message: str) -> None:
-        """Let every model answer; all or none of the conversations get the message."""
-        answers = []
+        """Let every model respond; all or none of the conversations get the message."""
+        responses = []
         try:
             for model, turns in zip(self.models, self.turns, strict=True):
                 if len(self.models) > 1:
                     print(f"{escaped(model.name)}:", flush=True)
-                answers.append(self.answer(model, conversation(self.system, turns, message)))
-        except KeyboardInterrupt:  # before the first token of an answer
-            note("\nstopped; the message is not part of the conversation")
+                messages = conversation(self.system, turns, message)
+                responses.append(self.write_response(model, messages))
+        except KeyboardInterrupt:  # before the first token of a response
+            print_note("\nstopped; the message is not part of the conversation")
             return
-        self.number += 1
-        for turns, answer in zip(self.turns, answers, strict=True):
-            turns.append((message, answer))
+        self.response_index += 1
+        for turns, response in zip(self.turns, responses, strict=True):
+            turns.append((message, response))
 
-    def answer(self, model: ChatModel, messages: Messages) -> str:
-        """Write an answer while it is generated; Ctrl-C stops it."""
-        answer = line = remark = ""
+    def write_response(self, model: ChatModel, messages: Messages) -> str:
+        """Write a response while it is generated; Ctrl-C stops it."""
+        response = line = remark = ""
         try:
-            for token in model.answer(messages, self.settings, self.number):
-                answer = answer + token.text
-                line = line + token.text
+            for token in model.respond(messages, self.settings, self.response_index):
+                response += token.text
+                line += token.text
                 remark = token.note
                 if self.interactive:
                     print(escaped(token.text), end="", flush=True)
                 if token.aside:
                     if line:
-                        print("" if self.interactive else escaped(line), flush=True)
-                    note(token.aside)
+                        self._end_line(line)
+                    print_note(token.aside)
                     line = ""
         except KeyboardInterrupt:
-            if not answer:
+            if not response:
                 raise
             remark = "stopped"
-        if line or not answer:
-            print("" if self.interactive else escaped(line), flush=True)
+        if line or not response:
+            self._end_line(line)
         if remark:
-            note(f"[{remark}]")
-        return answer
+            print_note(f"[{remark}]")
+        return response
+
+    def _end_line(self, line: str) -> None:
+        """End a line of a response; an interactive terminal has its text already."""
+        if self.interactive:
+            line = ""
+        print(escaped(line), flush=True)

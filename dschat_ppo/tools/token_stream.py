@@ -1,4 +1,4 @@
-"""One answer token by token, as it is drawn, and its text as it arrives, for a chat."""
+"""One response token by token, as it is drawn, and its text as it arrives, for a chat."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def stream_tokens(
     ends: Collection[int],
     max_new_tokens: int,
 ) -> Iterator[int]:
-    """Draw one answer: yields the ids of `generate` for prompt and seed, up to rounding, and the
+    """Draw one response: yields the ids of `generate` for prompt and seed, up to rounding, and the
     one that ends it. The forward passes are those of the padded engine, so `choose_engine` with
     `engine="padded"` tells whether the architecture is supported. To stop early, abandon the
     iterator. `ends` may hold ids that the model cannot draw, as the generation configs of some
@@ -40,35 +40,37 @@ def stream_tokens(
 
 
 class TextStream:
-    """Decodes an answer token by token. The pieces together are the text of all tokens.
+    """Decodes a response token by token. The pieces together are the text of all tokens.
 
     A token's text can depend on the tokens before it (spaces of SentencePiece), and a character can
     span tokens. So each piece is the difference of two decodings that begin at the same earlier
-    token, and it waits until its last character is complete. `before`: tokens before the answer, if
-    it continues their text: tokenizers such as Llama's drop the space with which a text begins.
+    token, and it waits until its last character is complete. `before`: tokens before the response,
+    if it continues their text: tokenizers such as Llama's drop the space with which a text begins.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()):
         self.tokenizer = tokenizer
         self.ids = list(before)
         self.start = 0  # where both decodings begin
-        self.shown = len(self.ids)  # tokens whose text is out
+        self.decoded = len(self.ids)  # tokens whose text is out
 
     def add(self, token: int) -> str:
         """The text that is complete with this token, "" if there is none."""
         self.ids.append(token)
-        before = self._text(self.shown)
+        before = self._text(self.decoded)
         after = self._text(len(self.ids))
         if len(after) <= len(before) or after.endswith(INCOMPLETE):
             return ""
-        self.start, self.shown = self.shown, len(self.ids)
+        self.start = self.decoded
+        self.decoded = len(self.ids)
         return after[len(before) :]
 
     def rest(self) -> str:
         """The text of tokens at the end that complete no character."""
-        rest = self._text(len(self.ids))[len(self._text(self.shown)) :]
-        self.start = self.shown = len(self.ids)
-        return rest
+        before = self._text(self.decoded)
+        after = self._text(len(self.ids))
+        self.start = self.decoded = len(self.ids)
+        return after[len(before) :]
 
     def _text(self, end: int) -> str:
         return str(self.tokenizer.decode(self.ids[self.start : end], skip_special_tokens=True))

@@ -44,8 +44,9 @@ class Echo:
         self.name, self.path, self.has_template, self.asked = name, f"out/{name}", has_template, []
         self.stop_after, self.note = stop_after, note
 
-    def answer(self, messages, settings, number):
-        self.asked.append(([message["content"] for message in messages], settings, number))
+    def respond(self, messages, settings, response_index):
+        contents = [message["content"] for message in messages]
+        self.asked.append((contents, settings, response_index))
         words = f"{self.name} heard {len(messages)}: {messages[-1]['content']}".split(" ")
         for count, word in enumerate(words, 1):
             if self.stop_after == count - 1:
@@ -86,7 +87,7 @@ def test_two_models_keep_their_own_conversations(chat):
 def test_undo_retry_and_reset(chat):
     model = Echo()
     output, _ = chat(["a", "b", "/undo", "c", "/retry", "/reset", "d", "/undo", "/undo"], model)
-    assert [(asked[-1], len(asked), number) for asked, _, number in model.asked] == [
+    assert [(asked[-1], len(asked), index) for asked, _, index in model.asked] == [
         ("a", 1, 0),
         ("b", 3, 1),
         ("c", 3, 2),
@@ -122,7 +123,7 @@ def test_a_message_of_several_lines_and_one_with_a_slash(chat):
 
 def test_a_refused_message_is_in_no_conversation(chat):
     first, second = Echo("A"), Echo("B")
-    second.answer = lambda *_: (_ for _ in ()).throw(UserError("B refuses"))
+    second.respond = lambda *_: (_ for _ in ()).throw(UserError("B refuses"))
     output, terminal = chat(["x"], first, second)
     assert output.endswith("B refuses\n") and terminal.turns == [[], []]
 
@@ -139,7 +140,7 @@ def test_an_interrupt_keeps_what_was_written_or_drops_the_message(chat):
 )
 def test_answers_cannot_steer_the_terminal(chat, text, shown):
     model = Echo()
-    model.answer = lambda *_: iter([Token(text, "")])
+    model.respond = lambda *_: iter([Token(text, "")])
     for interactive in (False, True):
         assert shown in chat(["x"], model, interactive=interactive)[0]
         assert "\x1b" not in chat(["x"], model, interactive=interactive)[0]
@@ -190,14 +191,15 @@ def call(name, arguments="{}"):
 class Scripted(EpisodeModel):
     """Says the next of its texts; records the prompts."""
 
-    def continued(self, ids, settings, most, *path):
+    def draw_tokens(self, ids, settings, max_tokens, *seed_path):
         self.prompts.append(self.tokenizer.decode(ids))
         drawn = encode_after(self.tokenizer, "", self.script.pop(0))
-        for place, number in enumerate(drawn[:most], 1):
-            text = self.tokenizer.decode(number, skip_special_tokens=True)
-            yield Token(
-                text, f"cut after {most} tokens" if place == most < len(drawn) else "", number
-            )
+        for count, token_id in enumerate(drawn[:max_tokens], 1):
+            text = self.tokenizer.decode(token_id, skip_special_tokens=True)
+            note = ""
+            if count == max_tokens < len(drawn):
+                note = f"cut after {max_tokens} tokens"
+            yield Token(text, note, token_id)
 
 
 @pytest.fixture(scope="module")
@@ -286,9 +288,9 @@ def test_an_environment_with_tools_lasts_as_long_as_the_conversation(played):
     assert shown == [opening, *counts[:3], opening, counts[3]]
     assert "Count.\n\nYou count.<|im_end|>" in model.prompts[0] and "Go on." not in model.prompts[4]
     assert model.prompts[5].startswith(model.prompts[4]) and "Go on!" in model.prompts[4]
-    number = model.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    [ids] = [ids for contents, ids in model.drawn.items() if contents[0] == "Anew."]
-    assert ids.count(number) == 5, "what a tool says is text"
+    end_of_turn = model.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    [ids] = [ids for contents, ids in model.conversation_ids.items() if contents[0] == "Anew."]
+    assert ids.count(end_of_turn) == 5, "what a tool says is text"
 
 
 def test_an_environment_without_tools_is_the_user(played):

@@ -79,7 +79,7 @@ def test_text_prompts_have_nothing_that_a_template_renders(flag):
 @torch.no_grad()
 def test_the_answer_is_the_greedy_continuation(plain):
     ids = plain.tokenizer.encode("Where is")
-    tokens = list(plain.answer([user("Where is")], GREEDY, 0))
+    tokens = list(plain.respond([user("Where is")], GREEDY, 0))
     found = plain.model.generate(
         torch.tensor([ids]),
         attention_mask=torch.ones(1, len(ids)),
@@ -99,7 +99,9 @@ def test_the_answer_is_the_greedy_continuation(plain):
 
 def test_answers_of_one_seed_differ_by_their_number(plain):
     def said(number: int, seed: int) -> str:
-        drawn = plain.answer([user("Where is")], SamplingSettings(max_tokens=12, seed=seed), number)
+        drawn = plain.respond(
+            [user("Where is")], SamplingSettings(max_tokens=12, seed=seed), number
+        )
         return "".join(token.text for token in drawn)
 
     assert said(0, 7) == said(0, 7) and len({said(0, 7), said(1, 7), said(0, 8)}) == 3
@@ -110,7 +112,7 @@ def test_an_end_token_ends_the_answer_and_is_no_text(plain, monkeypatch):
     greedy = list(stream_tokens(plain.model, prompt, 0, GREEDY.sampling, (), 12))
     end = next(token for token in greedy[2:] if plain.tokenizer.decode(token).strip())
     monkeypatch.setattr(plain, "ends", (end,))
-    tokens = list(plain.answer([user("Where is")], GREEDY, 0))
+    tokens = list(plain.respond([user("Where is")], GREEDY, 0))
     [cut] = cut_at([greedy], {end})
     assert (tokens[-1].note, len(tokens)) == ("", len(cut)) and len(cut) < 12
     assert "".join(token.text for token in tokens) == plain.tokenizer.decode(
@@ -122,15 +124,15 @@ def test_a_conversation_without_room_is_refused_and_the_last_positions_are_used(
     with pytest.raises(
         UserError, match="has .* tokens, but the model has 128 positions; begin a new one"
     ):
-        next(plain.answer([user("where is it " * 80)], GREEDY, 0))
+        next(plain.respond([user("where is it " * 80)], GREEDY, 0))
     full = next(text for n in range(999) if len(plain.prompt_ids([user(text := "a " * n)])) == 128)
     with pytest.raises(UserError, match="has 128 tokens"):
-        next(plain.answer([user(full)], GREEDY, 0))
+        next(plain.respond([user(full)], GREEDY, 0))
     with pytest.raises(UserError, match="no tokens"):
-        next(plain.answer([user("")], GREEDY, 0))
+        next(plain.respond([user("")], GREEDY, 0))
     count = next(n for n in range(80) if len(plain.prompt_ids([user("where is it " * n)])) > 118)
     ids = plain.prompt_ids([user("where is it " * count)])
-    *_, last = plain.answer([user("where is it " * count)], GREEDY, 0)
+    *_, last = plain.respond([user("where is it " * count)], GREEDY, 0)
     assert last.note == f"cut after {128 - len(ids)} tokens"
 
 
