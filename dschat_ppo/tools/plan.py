@@ -165,25 +165,12 @@ def _plan_command(args: argparse.Namespace, step_words: list[str]) -> None:
         proposal = flags_that_fit(config, plan_with)
     if args.json:
         print(json.dumps(json_of(plan, proposal), indent=2))
-        return
-    _print_plan(args.step, plan)
-    if proposal is not None:
-        print(
-            f"\nIt fits ({proposal.plan.peak_text()}) with these flags added:\n "
-            f" {shlex.join(proposal.words)}"
-        )
-    elif plan.missing:
-        other_optimizer = ""
-        if config.run.optimizer == "muon":
-            other_optimizer = "--optimizer adamw with ZeRO, "
-        print(
-            f"\nNo flags of the planner make it fit: use {other_optimizer}more devices, a smaller"
-            " model, or shorter rows."
-        )
+    else:
+        _print_plan(args.step, config, plan, proposal)
 
 
-def _print_plan(step: str, plan: Plan) -> None:
-    """Print what is planned, the table of memory, and whether it fits."""
+def _print_plan(step: str, config: StepConfig, plan: Plan, proposal: Proposal | None) -> None:
+    """Print what is planned, the table of memory, whether it fits, and flags with which it does."""
     from dschat_ppo.planner.role_memory import PARTS
 
     device = "CPU"
@@ -203,6 +190,19 @@ def _print_plan(step: str, plan: Plan) -> None:
     print("\n" + "\n".join(shortages or ["It fits."]))
     if plan.rows:
         print(f"A rank decodes {counted(plan.rows, 'sequence')} at a time.")
+    if proposal is not None:
+        print(
+            f"\nIt fits ({proposal.plan.peak_text()}) with these flags added:\n "
+            f" {shlex.join(proposal.words)}"
+        )
+    elif plan.missing:
+        other_optimizer = ""
+        if config.run.optimizer == "muon":
+            other_optimizer = "--optimizer adamw with ZeRO, "
+        print(
+            f"\nNo flags of the planner make it fit: use {other_optimizer}more devices, a smaller"
+            " model, or shorter rows."
+        )
 
 
 def json_of(plan: Plan, proposal: Proposal | None) -> dict[str, Any]:
