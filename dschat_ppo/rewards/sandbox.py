@@ -81,7 +81,9 @@ def code_tests(
     raise. The code is the last ```python fence of the response, else its last fence, else the whole
     response.
     """
-    cases = [tests] if isinstance(tests, str) else tests
+    cases = tests
+    if isinstance(tests, str):
+        cases = [tests]
     if not isinstance(cases, list) or not cases or not all(isinstance(case, str) for case in cases):
         raise ValueError("the row needs a column 'tests' with Python source or a list of sources")
     passed = run_tests(code_of(response), cases, Limits(cpu_seconds, wall_seconds, memory_mb))
@@ -92,49 +94,67 @@ def code_of(response: str) -> str:
     """The code in a response; a ```python fence without an end (cut by the length limit) extends to
     the end."""
     for fence in _FENCES:
-        if found := fence.findall(response):
-            return found[-1]
+        blocks: list[str] = fence.findall(response)
+        if blocks:
+            return blocks[-1]
     return response
 
 
 @cache
 def isolation() -> Isolation:
     """The best isolation that works on this machine, found by trying."""
+    candidates = []
+    faults = []  # why bubblewrap is not used
+    if shutil.which("bwrap"):
+        candidates.append(Isolation(bwrap=True, has_proc=True, leaves_root=False))
+        candidates.append(Isolation(bwrap=True, has_proc=False, leaves_root=False))
+    else:
+        faults.append("bubblewrap is not installed")
+    candidates.append(Isolation(bwrap=False, has_proc=False, leaves_root=False))
     may_leave_root = os.geteuid() == 0 and others_may_run(sys.executable)
-    said = [] if shutil.which("bwrap") else ["bubblewrap is not installed"]
-    for bwrap, has_proc in (
-        ((False, False),) if said else ((True, True), (True, False), (False, False))
-    ):
-        for leaves_root in (True, False) if may_leave_root else (False,):
-            found = Isolation(bwrap, has_proc, leaves_root)
-            words = bwrap_words(Limits(), found) if bwrap else []
-            words += [sys.executable, "-I", "-c", "pass"]
-            try:
-                subprocess.run(
-                    words,
-                    check=True,
-                    capture_output=True,
-                    text=True,
-                    env=_ENVIRONMENT,  # as later: a bwrap that needs more variables does not work
-                    **_user(found),
-                )
-            except (OSError, subprocess.CalledProcessError) as problem:
-                reason = str(getattr(problem, "stderr", problem)).strip()
-                old = "; 0.8 or newer is needed" if "Unknown option" in reason else ""
-                said.append(f"bubblewrap does not work here ({reason}{old})")
-                continue
-            if not bwrap:
-                found = replace(found, missing=f"{printable_line(said[0])}, so {_WEAK}")
-            return found
-    raise RuntimeError(printable_line(said[-1]))
+    for candidate in candidates:
+        choices = [candidate]
+        if may_leave_root:
+            choices.insert(0, replace(candidate, leaves_root=True))
+        for choice in choices:
+            reason = _start_problem(choice)
+            if reason is not None:
+                faults.append(f"bubblewrap does not work here ({reason})")
+            elif choice.bwrap:
+                return choice
+            else:
+                return replace(choice, missing=f"{printable_line(faults[0])}, so {_WEAK}")
+    raise RuntimeError(printable_line(faults[-1]))
+
+
+def _start_problem(how: Isolation) -> str | None:
+    """Why Python does not start in this isolation; None if it does."""
+    words = []
+    if how.bwrap:
+        words = bwrap_words(Limits(), how)
+    try:
+        subprocess.run(
+            [*words, sys.executable, "-I", "-c", "pass"],
+            check=True,
+            capture_output=True,
+            text=True,
+            env=_ENVIRONMENT,  # as later: a bwrap that needs more variables does not work
+            **_user(how),
+        )
+    except (OSError, subprocess.CalledProcessError) as problem:
+        reason = str(getattr(problem, "stderr", problem)).strip()
+        if "Unknown option" in reason:
+            reason += "; 0.8 or newer is needed"
+        return reason
+    return None
 
 
 def bwrap_words(limits: Limits, how: Isolation) -> list[str]:
     """The start of a command: no network and no other processes; files read-only, but for an empty
     /tmp in memory."""
-    devices = [
-        word for name in _DEVICES for word in ("--dev-bind-try", f"/dev/{name}", f"/dev/{name}")
-    ]
+    devices = []
+    for name in _DEVICES:
+        devices += ["--dev-bind-try", f"/dev/{name}", f"/dev/{name}"]
     return [
         # its path, since programs get no PATH
         os.path.abspath(shutil.which("bwrap") or "bwrap"),
@@ -172,15 +192,19 @@ def bwrap_words(limits: Limits, how: Isolation) -> list[str]:
 
 def others_may_run(python: str) -> bool:
     """Whether any user can read this Python, and enter every folder above it."""
-    places = {Path(os.path.abspath(python)), Path(python).resolve()}
-    every = {folder for place in places for folder in (place, *place.parents)}
-    return all(folder.stat().st_mode & 5 == 5 for folder in every)
+    paths: set[Path] = set()
+    for executable in (Path(os.path.abspath(python)), Path(python).resolve()):
+        paths |= {executable, *executable.parents}
+    return all(path.stat().st_mode & 5 == 5 for path in paths)
 
 
 def _user(how: Isolation) -> dict[str, Any]:
-    """Arguments of `Popen`: a random user number, which owns nothing, in place of root's."""
-    number = 2**30 + secrets.randbelow(2**30)
-    return {"user": number, "group": number, "extra_groups": []} if how.leaves_root else {}
+    """Arguments of `Popen`: a random user number, which owns nothing, in place of root's; {} if the
+    program keeps that of the run."""
+    if not how.leaves_root:
+        return {}
+    user_id = 2**30 + secrets.randbelow(2**30)
+    return {"user": user_id, "group": user_id, "extra_groups": []}
 
 
 def run_tests(
@@ -189,7 +213,8 @@ def run_tests(
     """Run `program`, then each test (both Python source), in one isolated process under `limits` of
     the whole run; then kill it and everything that it started. Returns which tests passed.
     `RuntimeError` if the process could not run the program."""
-    how, token = how or isolation(), secrets.token_hex(16)
+    how = how or isolation()
+    token = secrets.token_hex(16)
     job = {**asdict(limits), **asdict(how), "program": program, "tests": tests, "token": token}
     job["cpu_seconds"] = math.ceil(limits.cpu_seconds)
     words = [sys.executable, "-I", "-c", CHILD.read_text()]
@@ -200,7 +225,8 @@ def run_tests(
         if user:
             os.chown(folder, user["user"], user["group"])
         if not how.bwrap:  # the watcher stays root, so that the program cannot signal it
-            job["user"], user = user.get("user"), {}
+            job["user"] = user.get("user")
+            user = {}
         watcher = subprocess.Popen(
             words,
             stdin=subprocess.PIPE,
@@ -225,7 +251,7 @@ def run_tests(
         raise RuntimeError(
             "the sandbox could not run the program (too little memory or time, or see above)"
         )
-    return [f"{token} {number}" in lines for number in range(len(tests))]
+    return [f"{token} {index}" in lines for index in range(len(tests))]
 
 
 @contextmanager
