@@ -431,8 +431,9 @@ class AlgorithmFlags:
         in the reward."""
         if self.kl_coef is not None:
             return self.kl_coef
-        without = self.compares_answers or self.advantage_estimator == "none"
-        return 0.0 if without else 0.1  # 0.1 as in DeepSpeed-Chat
+        if self.compares_answers or self.advantage_estimator == "none":
+            return 0.0
+        return 0.1  # as in DeepSpeed-Chat
 
     @property
     def compares_answers(self) -> bool:

@@ -32,9 +32,12 @@ def times(count: int, factor: float) -> int:
 def batch_text(plan: Any, micro_batch: int, row: str) -> str:
     """The global batch of a plan, such as "32 rows x 1 micro-batch x 2 ranks = 64"; `row`: what a
     row is called."""
-    apart = counted(plan.world_size // plan.shared, "rank" if plan.shared == 1 else "group")
+    rows = counted(micro_batch, row)
     batches = counted(plan.flags.gradient_accumulation_steps, "micro-batch", "micro-batches")
-    return f"{counted(micro_batch, row)} x {batches} x {apart} = {plan.global_batch}"
+    ranks = counted(plan.world_size, "rank")
+    if plan.shared > 1:  # ranks that share their rows are a group
+        ranks = counted(plan.world_size // plan.shared, "group")
+    return f"{rows} x {batches} x {ranks} = {plan.global_batch}"
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,10 @@ class PPOPlan:
     def micro_batch_tokens(self) -> int:
         """Maximum tokens per micro-batch, padding included."""
         longest = self.flags.max_prompt_seq_len + self.flags.max_answer_seq_len
-        rows = self.flags.per_device_training_batch_size * longest
+        tokens = self.flags.per_device_training_batch_size * longest
         if not self.on_gpu:
-            rows = min(rows, tokens_on_cpu(longest, self.world_size))
-        return self.flags.micro_batch_tokens or rows
+            tokens = min(tokens, tokens_on_cpu(longest, self.world_size))
+        return self.flags.micro_batch_tokens or tokens
 
     @property
     def prompts_per_rank(self) -> int:
@@ -98,9 +101,10 @@ class PPOPlan:
     @property
     def ppo_steps(self) -> int:
         """PPO steps of the run, rounded up; at most `--test_stop_step` in test mode."""
-        steps = self.max_steps or -(
-            -times(self.prompts, self.flags.num_train_epochs) // self.rollout_prompts
-        )
+        steps = self.max_steps
+        if steps == 0:
+            prompts = times(self.prompts, self.flags.num_train_epochs)
+            steps = -(-prompts // self.rollout_prompts)
         return min(steps, self.flags.test_stop_step or steps)
 
     @property
@@ -114,11 +118,15 @@ class PPOPlan:
         return (self.ppo_steps - self.warmup_rollouts) * self.updates_per_rollout
 
     def table(self) -> list[tuple[str, str]]:
+        """(what, its arithmetic) of each line of the plan in the log."""
         flags = self.flags
         ranks = counted(self.world_size, "rank")
         rows = self.rows_per_rank
         passes = counted(flags.ppo_epochs, "epoch")
         device = "device" if self.shared == 1 else "group"
+        ppo_steps = str(self.ppo_steps)
+        if self.ppo_steps == self.max_steps:
+            ppo_steps += " (--max_steps)"
         of_prompts = (
             f"{flags.per_device_generation_batch_size} x {flags.generation_batches} prompts"
         )
@@ -133,16 +141,10 @@ class PPOPlan:
             ("global batch", batch_text(self, flags.per_device_training_batch_size, "row")),
             (
                 "updates per PPO step",
-                (
-                    f"{self.rollout_rows} / {self.global_batch} x {passes} ="
-                    f" {self.updates_per_rollout}"
-                ),
+                f"{self.rollout_rows} / {self.global_batch} x {passes} ="
+                f" {self.updates_per_rollout}",
             ),
-            (
-                "PPO steps",
-                f"{self.ppo_steps}"
-                + (" (--max_steps)" if self.max_steps == self.ppo_steps else ""),
-            ),
+            ("PPO steps", ppo_steps),
             (
                 "optimizer steps in all",
                 f"{self.ppo_steps} x {self.updates_per_rollout} = {self.total_updates}",

@@ -28,8 +28,9 @@ STEPS: dict[str, type[StepConfig]] = {
     "ppo": PPOConfig,
 }
 
-_SET_BY_THEM = {"--data_path": "--data_path (DeepSpeed-Chat's default: Dahoas/rm-static)"}
-_OF_TRAINING = (
+# Required flags that have a default in DeepSpeed-Chat, with that default.
+_DEFAULTS_THERE = {"--data_path": "--data_path (DeepSpeed-Chat's default: Dahoas/rm-static)"}
+_TRAINING_FLAGS = (
     "report_to",
     "enable_tensorboard",
     "profile",
@@ -43,6 +44,7 @@ _OF_TRAINING = (
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
+    """Flag -> value in a YAML file; `UserError` if it is anything else."""
     text = read_settings("--config", path)
     with reading(f"--config {path}: is not valid YAML"):
         settings: dict[str, Any] = yaml.safe_load(text)
@@ -67,8 +69,10 @@ def _words_of(path: str, parser: FlagParser) -> list[str]:
             raise UserError(f"--config {path}: 'config' cannot name another file here")
         if isinstance(setting, dict):
             raise UserError(f"--config {path}: '{key}' must be a value or a list, not a mapping")
-        setting_words = setting if isinstance(setting, list) else [setting]
-        words += [flag, *map(str, setting_words)]
+        values = [setting]
+        if isinstance(setting, list):
+            values = setting
+        words += [flag, *map(str, values)]
     return words
 
 
@@ -113,7 +117,7 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
     values |= _resolved_rates(values, default_rates)
     missing = _missing(flag_fields, values)
     if missing:
-        names = ", ".join(_SET_BY_THEM.get(flag, flag) for flag in missing)
+        names = ", ".join(_DEFAULTS_THERE.get(flag, flag) for flag in missing)
         raise UserError(f"required: {names} (all flags: --help all)")
     groups_of_values: dict[str, Any] = {}
     for name, group in groups.items():
@@ -155,7 +159,9 @@ def _resolved_rates(values: dict[str, Any], default_rates: dict[str, float]) -> 
             prefix = name.removesuffix("lora_learning_rate")
             if values[f"{prefix}lora_dim"] > 0:
                 rate = values[f"{prefix}learning_rate"]
-        rates[name] = default if rate is None else rate
+        if rate is None:
+            rate = default
+        rates[name] = rate
     return rates
 
 
@@ -210,7 +216,7 @@ def unused_flag_notes(step_name: str, config: StepConfig) -> list[str]:
     values = flatten(config)
     reasons = WITHOUT_EFFECT | step.own_notes | config.run.idle() | config.idle()
     if values["validate_only"]:
-        for name in _OF_TRAINING:
+        for name in _TRAINING_FLAGS:
             if name in values:
                 reasons[name] = "--validate_only trains nothing"
     return [

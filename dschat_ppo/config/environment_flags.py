@@ -111,7 +111,9 @@ class EnvironmentFlags:
         """(flag with its value, file) of each file among them."""
         files = []
         for name, value_or_values in self.given.items():
-            values = [value_or_values] if isinstance(value_or_values, str) else value_or_values
+            values = value_or_values
+            if isinstance(value_or_values, str):
+                values = [value_or_values]
             for value in values:
                 path = value.rpartition(":")[0] or value
                 if path.endswith((".py", ".yaml", ".yml")):

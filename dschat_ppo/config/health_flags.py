@@ -287,10 +287,13 @@ _STOP = (
 
 
 def _help(rules: Sequence[Rule], window: int) -> str:
+    """The help of `--health`, with the default of each rule."""
     names = []
     for rule in rules:
-        threshold = "" if rule.threshold is None else f"={rule.threshold:g}"
-        names.append(f"{rule.name}{threshold}")
+        if rule.threshold is None:
+            names.append(rule.name)
+        else:
+            names.append(f"{rule.name}={rule.threshold:g}")
     return (
         "thresholds of the health warnings as NAME=VALUE, NAME=off for none"
         " (docs/troubleshooting.md); window: steps that a trend covers. Defaults:"
@@ -370,15 +373,16 @@ def parse_thresholds(
         else:
             with reading(f"--health {text}: {name} takes a number, or off"):
                 threshold = float(value)
-            # of a factor or a number; others are a size, some of them below 0
-            least = 1 if limit > 1 else 0
+            # A default above 1 is a factor or a count, which 1 bounds. Others are sizes: 0 bounds
+            # them, from above if the default is below 0.
+            bound = 1 if limit > 1 else 0
             size = threshold * math.copysign(1, limit)
             counts_evaluations = name == "overfitting"
             is_fraction = counts_evaluations and not threshold.is_integer()
-            if is_fraction or not least <= size < math.inf:
-                sign = "below" if limit < 0 else "above"
+            if is_fraction or not bound <= size < math.inf:
+                side = "below" if limit < 0 else "above"
                 kind = "whole numbers of " if counts_evaluations else ""
-                raise UserError(f"--health {text}: {name} takes {kind}{least} or {sign}, or off")
+                raise UserError(f"--health {text}: {name} takes {kind}{bound} or {side}, or off")
             limits[name] = threshold
             off.discard(name)
     return window, {name: limit for name, limit in limits.items() if limit is not None}, off

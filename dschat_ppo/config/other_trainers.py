@@ -204,8 +204,9 @@ def trains_critic(words: Sequence[str]) -> bool:
         flag, equals, value = word.partition("=")
         name = flag.replace("-", "_").replace(".", "_")
         if name.endswith("advantage_estimator"):
-            following = "".join(words[position + 1 : position + 2])
-            estimator = value if equals else following
+            if not equals:
+                value = "".join(words[position + 1 : position + 2])  # "" at the end
+            estimator = value
     return estimator == "gae"
 
 
@@ -218,19 +219,21 @@ def what_to_use(
         if name in ADVICE:
             return ADVICE[name]
     known = flags_of_steps[step]
-    meant = flags_for(given, known)
-    if meant and not trains_critic:
-        meant = [flag for flag in meant if not _is_of_critic(flag)]
-        if not meant:
+    our_flags = flags_for(given, known)
+    if our_flags and not trains_critic:
+        our_flags = [flag for flag in our_flags if not _is_of_critic(flag)]
+        if not our_flags:
             return "is for a critic, which only --advantage_estimator gae trains; omit it"
-    if meant:
+    if our_flags:
         micro_batch = "training"
         if "per_device_train_batch_size" in known:
             micro_batch = "train"
         remarks = [REMARKS[name] for name in _names_of(given) if name in REMARKS]
-        remark = f" ({remarks[0]})" if remarks else ""
-        remark = remark.format(micro_batch=f"--per_device_{micro_batch}_batch_size")
-        return f"use {' and '.join(f'--{flag}' for flag in meant)}{remark}"
+        remark = ""
+        if remarks:
+            text = remarks[0].format(micro_batch=f"--per_device_{micro_batch}_batch_size")
+            remark = f" ({text})"
+        return f"use {' and '.join(f'--{flag}' for flag in our_flags)}{remark}"
     steps = [f"dschat-{name}" for name, flags in flags_of_steps.items() if given in flags]
     if steps:
         return f"is a flag of {' and '.join(steps)}"
@@ -256,8 +259,8 @@ def flags_for(given: str, known: Collection[str]) -> list[str]:
         if name in known:
             return [name]
         role = next((role for role in ROLES if name.startswith(role)), "")
-        bare = name.removeprefix(role)
-        our_names = OUR_NAMES.get(name, OUR_NAMES.get(bare, bare)).split()
+        without_role = name.removeprefix(role)
+        our_names = OUR_NAMES.get(name, OUR_NAMES.get(without_role, without_role)).split()
         flags = []
         for our_name in our_names:
             candidates = [our_name, *(prefix + our_name for prefix in ROLES)]
