@@ -164,7 +164,7 @@ def rule_rate_of(model_folder: Path, made: Path, seed: int) -> float:
     from transformers import AutoTokenizer
 
     sys.path.append(str(ROOT / "training_scripts"))
-    from quickstart_report import load_lm, rule_rate, sample_answers
+    from quickstart_report import load_lm, rule_rate, sample_responses
 
     from dschat_ppo.tools.toy import Question
 
@@ -174,7 +174,7 @@ def rule_rate_of(model_folder: Path, made: Path, seed: int) -> float:
     ]
     with torch.no_grad():
         tokenizer = AutoTokenizer.from_pretrained(model_folder)
-        answers, _ = sample_answers(
+        answers, _ = sample_responses(
             load_lm(model_folder), tokenizer, [row["prompt"] for row in rows], seed
         )
     return rule_rate([Question(**row["about"]) for row in rows], answers)

@@ -46,10 +46,10 @@ STEPS = ("sft", "reward", "ppo")
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "tensorboard")
 
 
-def sample_answers(
+def sample_responses(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[Any], seed: int
 ) -> tuple[list[str], Rollout]:
-    """One answer to each prompt at temperature 1, as text and as tokens: that of a chat with
+    """One response to each prompt at temperature 1, as text and as tokens: that of a chat with
     `--seed SEED + ROW`."""
     rows = [{"prompt_ids": encode_prompt(tokenizer, prompt)} for prompt in prompts]
     batch = to_device(collate_prompts(rows, range(len(rows)), filler_id(tokenizer)), dist.device())
@@ -58,15 +58,15 @@ def sample_answers(
     )
     seeds = torch.cat([row_seeds(0, 1, seed + row) for row in range(len(rows))])
     rollout = generate(model, batch, seeds, config)
-    answers = zip(rollout.response_ids, rollout.response_mask, strict=True)
-    return [
-        str(tokenizer.decode(ids[mask], skip_special_tokens=True)) for ids, mask in answers
-    ], rollout
+    texts = []
+    for ids, mask in zip(rollout.response_ids, rollout.response_mask, strict=True):
+        texts.append(str(tokenizer.decode(ids[mask], skip_special_tokens=True)))
+    return texts, rollout
 
 
-def rule_rate(questions: Sequence[Question], answers: Sequence[str]) -> float:
-    """Fraction of the answers that follow the true rule."""
-    return sum(map(keeps_rule, questions, answers)) / len(answers)
+def rule_rate(questions: Sequence[Question], responses: Sequence[str]) -> float:
+    """Fraction of the responses that follow the true rule."""
+    return sum(map(keeps_rule, questions, responses)) / len(responses)
 
 
 def load_lm(folder: Path) -> PreTrainedModel:
@@ -82,10 +82,8 @@ def measure(
     """(content of `summary.json`; samples as (question, answer before PPO, answer after PPO); a
     question and the `--seed` of a chat in which PPO makes the first answer kind, or the first
     question where it does nowhere)."""
-    rows = [
-        json.loads(line)
-        for line in (out / "toy/data/heldout.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    held_out = (out / "toy/data/heldout.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in held_out.splitlines()]
     questions = [Question(**row["about"]) for row in rows]
     prompts = [row["prompt"] for row in rows]
     tokenizer = AutoTokenizer.from_pretrained(out / "ppo/actor")
@@ -95,36 +93,46 @@ def measure(
         out / "reward", dtype=torch.float32
     )
     reward = ScalarModel(classifier).to(dist.device()).eval()
-    (before, first), (after, last) = (
-        sample_answers(model, tokenizer, prompts, seed) for model in (reference, actor)
-    )
-    kl = kl_k1(
-        *(response_logprobs(PolicyModel(model), last, 1.0).logprobs for model in (actor, reference))
-    )
+    before, rollout_before = sample_responses(reference, tokenizer, prompts, seed)
+    after, rollout_after = sample_responses(actor, tokenizer, prompts, seed)
+    actor_logprobs = response_logprobs(PolicyModel(actor), rollout_after, 1.0).logprobs
+    reference_logprobs = response_logprobs(PolicyModel(reference), rollout_after, 1.0).logprobs
+    kl = kl_k1(actor_logprobs, reference_logprobs)
+    scores_before = reward(*full_sequences(rollout_before), last_only=True)
+    scores_after = reward(*full_sequences(rollout_after), last_only=True)
     results = {step: json.loads((out / step / "result.json").read_text()) for step in STEPS}
     summary = {
         "sft_eval_loss_before": results["sft"]["eval_loss_before"],
         "sft_eval_loss_after": results["sft"]["eval_loss_after"],
         "reward_eval_accuracy_before": results["reward"]["eval_accuracy_before"],
         "reward_eval_accuracy": results["reward"]["eval_accuracy_after"],
-        "ppo_reward_before": float(reward(*full_sequences(first), last_only=True).mean()),
-        "ppo_reward_after": float(reward(*full_sequences(last), last_only=True).mean()),
+        "ppo_reward_before": float(scores_before.mean()),
+        "ppo_reward_after": float(scores_after.mean()),
         "true_rule_rate_sft": rule_rate(questions, before),
         "true_rule_rate_ppo": rule_rate(questions, after),
-        "ppo_kl_per_token": float(kl[last.response_mask].mean()),
+        "ppo_kl_per_token": float(kl[rollout_after.response_mask].mean()),
         "distinct_answer_rate": len(set(after)) / len(after),
         "heldout_prompts": len(prompts),
         "world_size": results["ppo"]["world_size"],
         "seconds_per_step": {step: float((out / f"{step}.seconds").read_text()) for step in STEPS},
         "versions": {package: version(package) for package in PACKAGES},
     }
-    samples = [(q.text, b, a) for q, b, a in zip(questions, before, after, strict=True)]
-    turned = [
-        keeps_rule(q, a) and not keeps_rule(q, b)
-        for q, b, a in zip(questions, before, after, strict=True)
-    ]
-    shown = turned.index(True) if True in turned else 0
-    return summary, samples[:SAMPLES], (questions[shown].text, seed + shown)
+    texts = [question.text for question in questions]
+    samples = list(zip(texts, before, after, strict=True))
+    row = first_row_made_kind(questions, before, after)
+    return summary, samples[:SAMPLES], (texts[row], seed + row)
+
+
+def first_row_made_kind(
+    questions: Sequence[Question], before: Sequence[str], after: Sequence[str]
+) -> int:
+    """The first row whose response follows the rule after PPO and not before it; 0 if there is
+    none."""
+    rows = zip(questions, before, after, strict=True)
+    for index, (question, text_before, text_after) in enumerate(rows):
+        if keeps_rule(question, text_after) and not keeps_rule(question, text_before):
+            return index
+    return 0
 
 
 def show(
@@ -186,10 +194,10 @@ def next_commands(out: Path, question: str, seed: int) -> dict[str, str]:
             3,
         ],
     }
-    return {
-        purpose: tool_command(str(tool), list(map(str, words)))
-        for purpose, (tool, *words) in tools.items()
-    }
+    commands = {}
+    for purpose, (tool, *words) in tools.items():
+        commands[purpose] = tool_command(str(tool), list(map(str, words)))
+    return commands
 
 
 def main() -> None:
