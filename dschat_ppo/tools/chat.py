@@ -38,11 +38,8 @@ NOT_HERE = dict.fromkeys(
 )
 
 
-def read_arguments(
-    argv: Sequence[str],
-) -> tuple[argparse.Namespace, SamplingSettings, DataFlags, EnvironmentFlags]:
-    """Parse the command line: the command's own flags, the sampling, the flags of the chat
-    template, and those of tools and environments."""
+def chat_parser() -> FlagParser:
+    """The parser of the command line."""
     parser = FlagParser(
         prog="python -m dschat_ppo.tools.chat",
         description=__doc__,
@@ -85,32 +82,41 @@ def read_arguments(
     )
     add_sampling_flags(parser)
     add_groups(parser, [EnvironmentFlags], without=NOT_HERE)
-    words = parser.parse_args(argv)
-    if not words.apply_chat_template:
+    return parser
+
+
+def read_arguments(
+    argv: Sequence[str],
+) -> tuple[argparse.Namespace, SamplingSettings, DataFlags, EnvironmentFlags]:
+    """Parse the command line: the command's own flags, the sampling, the flags of the chat
+    template, and those of tools and environments."""
+    args = chat_parser().parse_args(argv)
+    if not args.apply_chat_template:
         for name in ("system", "chat_template", "chat_template_kwargs", "tools"):
-            if getattr(words, name):
+            if getattr(args, name):
                 raise UserError(
                     f"--{name} needs the chat template: omit it, or --apply_chat_template False"
                 )
     data = DataFlags(
         ["unused"],
-        chat_template=words.chat_template,
-        chat_template_kwargs=words.chat_template_kwargs,
+        chat_template=args.chat_template,
+        chat_template_kwargs=args.chat_template_kwargs,
     )
     environment = {
         name: value
-        for name, value in vars(words).items()
+        for name, value in vars(args).items()
         if name in EnvironmentFlags.__annotations__
     }
-    return words, sampling_settings_of(words), data, EnvironmentFlags(**environment)
+    return args, sampling_settings_of(args), data, EnvironmentFlags(**environment)
 
 
 def chat(
-    words: argparse.Namespace,
+    args: argparse.Namespace,
     settings: SamplingSettings,
     data: DataFlags,
     environment: EnvironmentFlags,
 ) -> None:
+    """Check and load the models, then chat until the input ends; see `read_arguments`."""
     # after the flags are checked: these imports take seconds
     import torch
 
@@ -121,11 +127,13 @@ def chat(
     from dschat_ppo.tools.chat_model import ChatModel, Terminal, checked_models
 
     quiet_libraries()
-    names = [("--model", words.model)] + ([("--compare", words.compare)] if words.compare else [])
+    names = [("--model", args.model)]
+    if args.compare:
+        names.append(("--compare", args.compare))
     checked = checked_models(names, data)
-    if not words.apply_chat_template:
+    if not args.apply_chat_template:
         checked = [replace(model, is_for_text=True) for model in checked]
-    if words.system and any(model.tokenizer.chat_template is None for model in checked):
+    if args.system and any(model.tokenizer.chat_template is None for model in checked):
         raise UserError(
             "--system needs a chat template, but a tokenizer has none; name one with"
             " --chat_template"
@@ -135,25 +143,23 @@ def chat(
         import readline  # noqa: F401  `input` then has a history and arrow keys
 
     folders = [model.folder for model in checked]
+    models: list[ChatModel] = []
     with ExitStack() as at_end:
         if environment.is_used:
             from dschat_ppo.tools.chat_episodes import EpisodeModel, EpisodeRollouts
 
-            rollouts = [
-                at_end.enter_context(
-                    closing(EpisodeRollouts(environment, model.tokenizer, sys.maxsize))
-                )
-                for model in checked
-            ]
-            dtype = dtype_for_tool(words.dtype, folders)
-            models: list[ChatModel] = [
-                EpisodeModel(model, dtype, environment, own)
-                for model, own in zip(checked, rollouts, strict=True)
-            ]
+            rollouts_of_models = []  # all checked before the first model is loaded
+            for model in checked:
+                rollouts = EpisodeRollouts(environment, model.tokenizer, sys.maxsize)
+                at_end.enter_context(closing(rollouts))
+                rollouts_of_models.append(rollouts)
+            dtype = dtype_for_tool(args.dtype, folders)
+            for model, rollouts in zip(checked, rollouts_of_models, strict=True):
+                models.append(EpisodeModel(model, dtype, environment, rollouts))
         else:
-            dtype = dtype_for_tool(words.dtype, folders)
+            dtype = dtype_for_tool(args.dtype, folders)
             models = [ChatModel(model, dtype) for model in checked]
-        Terminal(models, settings, words.system, interactive).run()
+        Terminal(models, settings, args.system, interactive).run()
 
 
 def main(argv: Sequence[str]) -> int:
