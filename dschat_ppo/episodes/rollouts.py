@@ -192,7 +192,8 @@ class EpisodeRollouts:
             prompt = str(
                 self.tokenizer.decode(prompts[index], skip_special_tokens=messages is None)
             )
-            self.episodes.start(episode, row, seeds[index] & 0x7FFFFFFF, prompt, messages)
+            seed = seeds[index] & 0x7FFFFFFF  # of 31 bits, which every generator takes
+            self.episodes.start(episode, row, seed, prompt, messages)
         openings = dict[int, Turn | CallError]()
         while len(openings) < count and not cancelled():
             openings |= dict(self.episodes.poll(WAIT_SECONDS))

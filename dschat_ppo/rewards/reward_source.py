@@ -259,7 +259,7 @@ class RewardMixture:
                 problem = problem or str(failure)
         raise_on_any_rank(problem)
         columns: list[Tensor] = []  # (B,) fp32 each; NaN where the source gives no score
-        weighted = [torch.zeros(len(request), device=device)]
+        weighted: list[Tensor] = []  # (B,) fp32 each; 0 where the source gives no score
         scored = torch.zeros_like(left_group)  # by a source with a weight, if one has any
         metrics: dict[str, Tensor] = {}  # "SOURCE/NAME" -> (B,)
         any_weight = any(weight != 0 for _, weight in self.sources)
@@ -283,7 +283,9 @@ class RewardMixture:
             if weight != 0 or not any_weight:
                 scored |= has_score
         self._count_unscored(request, ~(scored | left_group))
-        total = torch.stack(weighted[1:] or weighted).sum(dim=0)
+        if not weighted:  # every source has weight 0
+            weighted.append(torch.zeros(len(request), device=device))
+        total = torch.stack(weighted).sum(dim=0)
         if self.default is None:
             left_group |= ~scored
             total = total.masked_fill(left_group, torch.nan)

@@ -122,9 +122,8 @@ def export(args: argparse.Namespace) -> None:
     is_ppo = run.manifest.kind == "ppo"
     main_role = "actor" if is_ppo else "model"
     tokenizer_folder = start_model_folder(run, main_role, args.model, needs_weights=False)
-    tokenizer = with_template_flags(
-        load_tokenizer(tokenizer_folder, recorded_start_model(run, main_role)[0]), run.config.data
-    )
+    main_flag, _ = recorded_start_model(run, main_role)
+    tokenizer = with_template_flags(load_tokenizer(tokenizer_folder, main_flag), run.config.data)
     try:
         partial = empty_folder(out.with_name(f"{out.name}{PARTIAL}"))
         try:
@@ -237,22 +236,28 @@ def build_module(
 ) -> PolicyModel | ScalarModel:
     """The model as the run builds it from `folder`; `device` "meta": without weights."""
     config = run.config
-    dtype = config.run.dtype
-    resize = config.run.resize_vocabulary
-    if role == "model":
-        dropout = config.fit.dropout
-    elif role == "critic":
-        dropout = config.ppo.critic_dropout or 0.0
-    else:
-        dropout = config.ppo.actor_dropout or 0.0
-    adapter = adapter_of(run, role)
-    if role == "critic" or (run.manifest.kind == "reward" and config.reward.trains_classifier):
-        return ScalarModel(
-            load_sequence_classifier(folder, dtype, None, True, dropout, resize, adapter, device)
-        )
+    is_classifier = role == "critic"
     if run.manifest.kind == "reward":
-        dropout = dropout or 0.0
-    return PolicyModel(load_causal_lm(folder, dtype, None, dropout, resize, adapter, device))
+        is_classifier = config.reward.trains_classifier
+    if role == "critic":
+        dropout = config.ppo.critic_dropout or 0.0
+    elif role == "actor":
+        dropout = config.ppo.actor_dropout or 0.0
+    else:
+        dropout = config.fit.dropout
+        if run.manifest.kind == "reward" and not is_classifier:  # DPO and related losses
+            dropout = dropout or 0.0
+    settings: dict[str, Any] = {
+        "dtype": config.run.dtype,
+        "ds_config": None,
+        "dropout": dropout,
+        "resize": config.run.resize_vocabulary,
+        "adapter": adapter_of(run, role),
+        "device": device,
+    }
+    if is_classifier:
+        return ScalarModel(load_sequence_classifier(folder, new_head=True, **settings))
+    return PolicyModel(load_causal_lm(folder, **settings))
 
 
 def adapter_of(run: SavedRun, role: str) -> AdapterSettings | None:

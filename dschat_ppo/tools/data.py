@@ -136,20 +136,20 @@ def show(args: argparse.Namespace, config: StepConfig) -> None:
         with settings_only():
             folder = model_folder(folder, "--tokenizer")
     tokenizer = with_template_flags(load_tokenizer(folder, "--tokenizer"), config.data)
-    rows = prepare(replace(config.step_data, most_rows=args.rows), tokenizer)
-    log_samples(tokenizer, rows.at_hand, rows.sources, args.samples)
-    if isinstance(config, PPOConfig) and isinstance(rows.train, Dataset):
+    prepared = prepare(replace(config.step_data, most_rows=args.rows), tokenizer)
+    log_samples(tokenizer, prepared.at_hand, prepared.sources, args.samples)
+    if isinstance(config, PPOConfig) and isinstance(prepared.train, Dataset):
         check_routes(
             config.rewards,
-            rows.sources,
-            rows.train["row"],
-            args.rows is None,
-            config.teacher.routes,
+            prepared.sources,
+            prepared.train["row"],
+            are_all_rows=args.rows is None,
+            others=config.teacher.routes,
         )
     held_out = 0
-    if rows.eval is not None:
-        held_out = len(rows.eval)
-    print(f"an epoch has {counted(len(rows.train), 'row')}; held out: {held_out}")
+    if prepared.eval is not None:
+        held_out = len(prepared.eval)
+    print(f"an epoch has {counted(len(prepared.train), 'row')}; held out: {held_out}")
 
 
 if __name__ == "__main__":

@@ -261,7 +261,7 @@ def _results_of(
                 rollout = _rollout(
                     model, prompts, indices, config, request.settings.seed, checked, episodes
                 )
-                batch_request = reward_requests.request(rollout, indices, 0)
+                batch_request = reward_requests.request(rollout, indices, steps_done=0)
                 scores = mixture(batch_request, rollout)
                 if request.rewards is None:
                     scores = replace(scores, total=torch.full_like(scores.total, torch.nan))
