@@ -155,9 +155,9 @@ def _evaluate(request: EvaluationRequest) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     from dschat_ppo.common.logging import quiet_libraries
     from dschat_ppo.common.paths import shown_path
-    from dschat_ppo.tools.evaluate_models import (
+    from dschat_ppo.tools.evaluate_models import evaluate_models
+    from dschat_ppo.tools.evaluation_results import (
         Evaluated,
-        evaluate_models,
         response_lines,
         result_json,
         result_notes,

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools import evaluate_models as module
 from dschat_ppo.tools.evaluate import evaluation_request, main
-from dschat_ppo.tools.evaluate_models import (
-    evaluate_models,
+from dschat_ppo.tools.evaluate_models import evaluate_models
+from dschat_ppo.tools.evaluation_results import (
     response_lines,
     result_json,
     result_table,
