@@ -108,13 +108,16 @@ class EpisodeModel(ChatModel):
             if episode.remark:  # a limit cut it
                 return
             is_opened = ends_in_thought(self.tokenizer, ids[:start])
-            action, answer = read_action(self.tokenizer, ids[start:], self.tools, is_opened)
+            action, refusal = read_action(self.tokenizer, ids[start:], self.tools, is_opened)
             for call in action.get("tool_calls", ()):
                 function = call["function"]
                 arguments = json.dumps(function["arguments"])
                 yield Token("", aside=f"[call] {function['name']} {arguments}")
-            if answer is None:  # no error in its calls
+            answer: Turn | CallError
+            if refusal is None:
                 answer = self._ask("step", action)
+            else:
+                answer = refusal
             if isinstance(answer, CallError):
                 episode.remark = f"the environment {answer}"
                 return

@@ -257,8 +257,8 @@ def test_a_call_is_shown_and_run_and_its_result_is_read(played):
         "Five.",
         "<tool_call>add</tool_call>",
         (
-            "[environment] error: the tool call is not valid JSON (Expecting value: line 1 column"
-            " 12 (char 11))"
+            "[environment] error: the tool call is not valid JSON (Expecting value: line 1 column 1"
+            " (char 0))"
         ),
         "Bye.",
     ]
