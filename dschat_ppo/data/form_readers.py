@@ -195,7 +195,7 @@ def read_implicit_preference(cells: Cells, use: Use) -> PromptAndAnswers:
 
 def read_transcript(cells: Cells, use: Use) -> PromptAndAnswers:
     """Text with turns that start with two line breaks and `Human:` or `Assistant:`; the last turn
-    is the answer."""
+    is the answer. As messages, two transcripts may part before it."""
     if use == "preference":
         roles = ["chosen", "rejected"]
     elif cells.has("messages"):
@@ -212,21 +212,34 @@ def read_transcript(cells: Cells, use: Use) -> PromptAndAnswers:
             )
         prompts.append(before)
         answers.append(answer.strip() if cells.as_chat else answer)
-    if prompts[-1] != prompts[0]:
-        raise UserError(
-            "chosen and rejected answer different prompts: they differ before the last turn"
-        )
+    has_parted = prompts[-1] != prompts[0]
     if not cells.as_chat:
+        if has_parted:
+            raise UserError(
+                "chosen and rejected answer different prompts: they differ before the last turn;"
+                " --apply_chat_template True compares them as messages, from the turn on at which"
+                " they part"
+            )
         return prompts[0] + _ASSISTANT, pair_of(answers)
-    # the text before the first turn, then the name and the text of each turn
-    first, *names_and_texts = re.split(r"\n\n(Human|Assistant):", prompts[0])
+    conversations = [_turns_of(prompt) for prompt in prompts]
+    if has_parted:
+        for turns, answer in zip(conversations, answers, strict=True):
+            turns.append({"role": "assistant", "content": answer})
+        return _parted(*conversations)
+    return conversations[0], pair_of(answers)
+
+
+def _turns_of(transcript: str) -> Messages:
+    """The messages of a transcript; the text before its first turn is the system's."""
+    # then the name and the text of each turn
+    first, *names_and_texts = re.split(r"\n\n(Human|Assistant):", transcript)
     turns = Messages()
     if first.strip():
         turns.append({"role": "system", "content": first.strip()})
     for name, text in zip(names_and_texts[::2], names_and_texts[1::2], strict=True):
         role = "user" if name == "Human" else "assistant"
         turns.append({"role": role, "content": text.strip()})
-    return turns, pair_of(answers)
+    return turns
 
 
 def read_alpaca(cells: Cells, use: Use) -> PromptAndAnswers:

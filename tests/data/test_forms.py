@@ -278,6 +278,22 @@ def test_the_correct_answer(row, flags, truth):
     assert [example.truth for example in read([row], "prompt", **flags)] == [truth]
 
 
+def test_transcripts_may_part_before_the_last_turn_if_they_become_messages():
+    first, second = [
+        f"\n\nHuman: Where is the lamp?\n\nAssistant: {early}\n\nHuman: So?\n\nAssistant: {late}"
+        for early, late in (("Here.", "Yes."), ("There.", "No."))
+    ]
+    rows = [{"chosen": first, "rejected": second}]
+    with pytest.raises(UserError, match="before the last turn; --apply_chat_template True"):
+        read(rows, "preference")
+    [pair] = read(rows, "preference", apply_chat_template=True)
+    assert pair.prompt == [ASK]
+    assert list(pair.answers) == [
+        [assistant("Here."), user("So?"), assistant("Yes.")],
+        [assistant("There."), user("So?"), assistant("No.")],
+    ]
+
+
 def test_a_correct_answer_that_a_name_tells_of_may_be_missing_and_is_no_reason_to_drop_it():
     """Rows without it are prompts, and step 1 does not lose a solution to it."""
     rows = [{"prompt": "Q:", "answer": "72"}, {"prompt": "Q:", "answer": None}]
