@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 
 from dschat_ppo.config.data_flags import Use
 from dschat_ppo.data.cells import LABELS
-from dschat_ppo.data.examples import Row, json_value, looks_like_messages
+from dschat_ppo.data.examples import Row, json_value
 from dschat_ppo.data.form_kinds import SETS
 from dschat_ppo.data.judged_readers import TEXTS
+from dschat_ppo.data.messages import (
+    looks_like_messages,
+)
 from dschat_ppo.data.verdicts import (
     CLEAR_VERDICTS,
     NUMBERS,

@@ -3,8 +3,8 @@ the form gives to columns; answers with what they are worth."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from dschat_ppo.config.data_flags import Use
@@ -13,14 +13,16 @@ from dschat_ppo.data.examples import (
     Row,
     checked,
     field_at,
-    from_json,
     has_value,
     json_value,
     kind_of,
-    looks_like_messages,
-    read_messages,
     scalar_as_text,
     text_at,
+)
+from dschat_ppo.data.messages import (
+    from_json,
+    looks_like_messages,
+    read_messages,
     turns_in,
 )
 from dschat_ppo.data.verdicts import Scale, lead_by_numbers, lead_of_first
@@ -47,25 +49,15 @@ class JudgedAnswer(NamedTuple):
     name: str = ""
 
 
-def pair_of(answers: list[Any]) -> list[JudgedAnswer]:
-    """The better answer, and the worse one or several of them, if any."""
-    pair = [JudgedAnswer(answer, 1.0, "chosen") for answer in answers[:1]]
-    for position, answer in enumerate(answers[1:], start=1):
-        name = "rejected"
-        if len(answers) > 2:
-            name = f"rejected answer {position}"
-        pair.append(JudgedAnswer(answer, 0.0, name))
-    return pair
-
-
 Prompt = str | Messages
 PromptAndAnswers = tuple[Prompt, Sequence[JudgedAnswer]]
 
 
 @dataclass(frozen=True)
 class Cells:
-    """The values of one row by the roles that its form gives to columns. Errors name the column and
-    not the row. `as_chat`: whether messages are asked for where a form can give both."""
+    """The values of one row by the roles that its form gives to columns, each read once, when it is
+    needed. Errors name the column and not the row. `as_chat`: whether messages are asked for where
+    a form can give both."""
 
     row: Row
     columns: dict[str, str]
@@ -73,6 +65,7 @@ class Cells:
     as_chat: bool
     input_template: str | None
     scale: Scale = "words"  # what the numbers of a verdict are
+    _values: dict[str, Any] = field(default_factory=dict, init=False)  # role -> value
 
     def has(self, role: str) -> bool:
         """Whether the form has a column of this role."""
@@ -84,7 +77,9 @@ class Cells:
 
     def value(self, role: str) -> Any:
         """The value; messages that are stored as JSON text are parsed."""
-        return from_json(field_at(self.row, self.columns[role]))
+        if role not in self._values:
+            self._values[role] = from_json(field_at(self.row, self.columns[role]))
+        return self._values[role]
 
     def known(self, role: str) -> Any:
         """The value; None if the row lacks it."""
@@ -98,12 +93,16 @@ class Cells:
     def texts(self, role: str) -> list[str]:
         """The text; of several rejected answers, the text of each."""
         value = field_at(self.row, self.columns[role])
-        if role != "rejected" or not isinstance(value, list):
-            return [self.text(role)]
-        name = self.called(role)
-        return [
-            scalar_as_text(text, f"entry {n} of {name}") for n, text in enumerate(value, start=1)
-        ]
+        if role == "rejected" and isinstance(value, list):
+            return self._texts_of_entries(role, value)
+        return [self.text(role)]
+
+    def _texts_of_entries(self, role: str, entries: list[Any]) -> list[str]:
+        """The text of each entry of a list."""
+        texts = list[str]()
+        for position, text in enumerate(entries, start=1):
+            texts.append(scalar_as_text(text, f"entry {position} of {self.called(role)}"))
+        return texts
 
     def listed(self, role: str, expected: str) -> list[Any]:
         """A list, perhaps stored as JSON text, as in CSV files."""
@@ -120,29 +119,55 @@ class Cells:
         """The normalised messages that a value in the column of a role holds."""
         return read_messages(value, self.columns[role], self.role_names)
 
+    def said(self, roles: Iterable[str]) -> dict[str, Any]:
+        """What the columns of some roles say: the prompt, which is text or messages, and answers,
+        which are a list of texts or messages."""
+        said = dict[str, Any]()
+        for role in roles:
+            said[role] = self.prompt() if role == "prompt" else self.texts_or_messages(role)
+        return said
+
+    def texts_or_messages(self, role: str) -> list[str] | Messages:
+        """The messages that a column holds, or else its texts."""
+        if role == "messages" or looks_like_messages(self.value(role)):
+            return self.messages(role, self.value(role))
+        return self.texts(role)
+
     def prompt(self) -> Prompt:
         """The prompt as text or messages, after its earlier turns if there are any."""
         value = self.value("prompt")
         if isinstance(value, str):
-            if self.has("history"):
-                return [*self.history(), {"role": "user", "content": value}]
-            return value
-        if value != [] and not looks_like_messages(value):
-            expected = "text or a list of role/content messages"
-            raise UserError(f"{self.called('prompt')} is {kind_of(value)}; expected {expected}")
-        return [*self.history(), *self.messages("prompt", value)]
+            return self._after_history(value)
+        return [*self.history(), *self._prompt_messages(value)]
+
+    def _after_history(self, text: str) -> Prompt:
+        """A prompt that is text, as a message if turns of a history precede it."""
+        if not self.has("history"):
+            return text
+        return [*self.history(), {"role": "user", "content": text}]
+
+    def _prompt_messages(self, value: Any) -> Messages:
+        """The messages of a prompt that is no text."""
+        if value == [] or looks_like_messages(value):
+            return self.messages("prompt", value)
+        expected = "text or a list of role/content messages"
+        raise UserError(f"{self.called('prompt')} is {kind_of(value)}; expected {expected}")
 
     def history(self) -> Messages:
         """The earlier turns: pairs of question and answer, or messages; [] without any."""
-        if not self.has("history") or not self.value("history"):
-            return []
+        if self.has("history") and self.value("history"):
+            return self._earlier_turns()
+        return []
+
+    def _earlier_turns(self) -> Messages:
+        """The earlier turns of a row that has some."""
         expected = "pairs of question and answer"
         pairs = self.listed("history", expected)
-        if pairs and not turns_in(pairs) and not looks_like_messages(pairs):
+        if not pairs:
+            return []
+        if not turns_in(pairs) and not looks_like_messages(pairs):
             raise UserError(f"'history' holds {kind_of(pairs[0])}; expected {expected}")
-        if pairs:
-            return self.messages("history", pairs)
-        return []
+        return self.messages("history", pairs)
 
 
 def judged(cells: Cells, use: Use) -> tuple[Cells, int]:

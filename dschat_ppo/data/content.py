@@ -7,8 +7,14 @@ from functools import cache
 from typing import Any
 
 from dschat_ppo.data.cells import LABELS
-from dschat_ppo.data.examples import THOUGHTS, WEIGHTS, json_value, leaves_out, looks_like_messages
+from dschat_ppo.data.examples import json_value
 from dschat_ppo.data.form_kinds import KINDS
+from dschat_ppo.data.messages import (
+    THOUGHTS,
+    WEIGHTS,
+    leaves_out,
+    looks_like_messages,
+)
 from dschat_ppo.data.verdicts import TURNING, VERDICT_ROLES
 
 PICTURES = ("image", "images", "video", "videos", "audio", "audios")

@@ -13,25 +13,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from os.path import commonprefix
-from typing import NamedTuple
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from dschat_ppo.data.examples import CONTEXT, SAID_BY_TOOLS, Example, without_context
-from dschat_ppo.data.rendered import check_calls, check_prompt, known_variables, remarks_on
+from dschat_ppo.data.examples import Example
+from dschat_ppo.data.messages import SAID_BY_TOOLS
+from dschat_ppo.data.rendered import Piece, render_example
 from dschat_ppo.data.templates import (
     Messages,
     Span,
     Tools,
-    Variables,
     added_tokens,
-    render,
-    render_answer,
-    text_answer,
     turn_end,
     without_final,
 )
-from dschat_ppo.data.turn_spans import turn_spans
 from dschat_ppo.errors import UserError, reading
 
 # of a text to encode: the tokenizers library needs up to 300 times as many, and aborts without
@@ -83,12 +79,10 @@ def encode_example(
     """The ids of one example, in lists that others may share; `UserError`, without the row's name,
     if it cannot be encoded. With `all_turns` the earlier answers in a prompt of chat messages are
     found too."""
-    if isinstance(example.prompt, str):
-        rendered = _rendered_text(tokenizer, example, example.prompt)
-    else:
-        rendered = _rendered_chat(tokenizer, example, example.prompt, all_turns)
+    safe_example = _with_results_divided(tokenizer, example)
+    rendered = render_example(tokenizer, safe_example, all_turns)
     text = rendered.prompt
-    if rendered.is_divided:
+    if safe_example.prompt != example.prompt:
         ids, prompt_spans = _encode_divided(tokenizer, text, rendered.spans)
     else:
         with_bos = not rendered.has_bos
@@ -99,135 +93,39 @@ def encode_example(
     is_only_bos = len(ids) == 1 and ids[0] == tokenizer.bos_token_id
     answers = list[list[int]]()
     untrained_spans = list[list[Span]]()
-    for pieces, final in rendered.answers:
-        answer, untrained = _encode_pieces(tokenizer, text, pieces)
+    for rendered_answer in rendered.answers:
+        answer, untrained = _encode_pieces(tokenizer, text, rendered_answer.pieces)
         if is_only_bos and answer[:1] == ids:
             answer = answer[1:]
-        if answer[-1:] != [final]:
-            answer = [*answer, final]
+        if answer[-1:] != [rendered_answer.final_id]:
+            answer = [*answer, rendered_answer.final_id]
         answers.append(answer)
         untrained_spans.append(untrained)
-    turns = [pieces[0].text for pieces, _ in rendered.answers]
-    remarks = remarks_on(tokenizer, example, text, turns, all_turns)
-    return EncodedExample(ids, answers, prompt_spans, remarks, untrained_spans)
+    return EncodedExample(ids, answers, prompt_spans, rendered.remarks, untrained_spans)
 
 
-class _Piece(NamedTuple):
-    """A part of an answer as text: what the assistant says, or what is not trained."""
+def _with_results_divided(tokenizer: PreTrainedTokenizerBase, example: Example) -> Example:
+    """The example, in which the texts of special tokens are divided in what tools returned."""
+    conversations = [answer for answer in example.answers if isinstance(answer, list)]
+    if isinstance(example.prompt, list):
+        conversations.append(example.prompt)
+    roles = {message["role"] for messages in conversations for message in messages}
+    if roles.isdisjoint(SAID_BY_TOOLS):
+        return example
 
-    text: str
-    is_trained: bool = True
+    def safe(said: Any) -> Any:
+        """The messages of an example with the results divided; its texts as they are."""
+        if isinstance(said, list):
+            return [safe(message) for message in said]
+        if isinstance(said, dict) and said["role"] in SAID_BY_TOOLS:
+            return {**said, "content": divided(tokenizer, _result_of(tokenizer, said["content"]))}
+        return said
 
-
-class _Rendered(NamedTuple):
-    """An example as text.
-
-    Attributes:
-        prompt: The text of the prompt.
-        has_bos: Whether that begins with BOS where one is needed, so that the tokenizer adds none.
-        answers: The text of each answer in pieces, and the id of its final token.
-        spans: The characters of the prompt that are earlier answers, to be trained.
-        is_divided: Whether `SPLIT`s in the prompt divide texts of special tokens.
-    """
-
-    prompt: str
-    has_bos: bool
-    answers: list[tuple[list[_Piece], int]]
-    spans: list[Span]
-    is_divided: bool = False
-
-
-def _rendered_text(tokenizer: PreTrainedTokenizerBase, example: Example, prompt: str) -> _Rendered:
-    """An example whose prompt is text, which is used as it is."""
-    has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-    answers = list[tuple[list[_Piece], int]]()
-    for answer in example.answers:
-        assert not isinstance(answer, list)  # which follows chat messages alone
-        turn, final = text_answer(tokenizer, answer)
-        answers.append(([_Piece(turn)], final))
-    return _Rendered(prompt, has_bos, answers, [])
-
-
-def _rendered_chat(
-    tokenizer: PreTrainedTokenizerBase, example: Example, prompt: Messages, all_turns: bool
-) -> _Rendered:
-    """An example whose prompt is chat messages, which the template renders."""
-    messages = _with_results_divided(tokenizer, prompt)
-    tools = example.tools
-    variables = known_variables(tokenizer, example.variables, tools)
-    text = render(tokenizer, messages, True, tools, variables)
-    check_prompt(tokenizer, text, messages, tools, variables)
-    spans = list[Span]()
-    if all_turns:
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        spans_of_turns = turn_spans(tokenizer, messages, text, tools, variables)
-        for turn, span in zip(turns, spans_of_turns, strict=True):
-            if turn not in example.context:
-                spans.append(span)
-    answers = list[tuple[list[_Piece], int]]()
-    for answer in example.answers:
-        if isinstance(answer, list):
-            answers.append(_rendered_turns(tokenizer, messages, text, answer, tools, variables))
-            continue
-        answer_text, final = render_answer(tokenizer, messages, text, answer, tools, variables)
-        answers.append(([_Piece(answer_text)], final))
-        if isinstance(answer, dict):
-            check_calls(tokenizer, messages, answer, tools, variables)
-    return _Rendered(text, True, answers, spans, is_divided=messages != prompt)
-
-
-def _with_results_divided(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Messages:
-    """Messages in which the texts of special tokens are divided in what tools returned."""
-    safe_messages = Messages()
-    for message in messages:
-        if message["role"] in SAID_BY_TOOLS:
-            content = divided(tokenizer, _result_of(tokenizer, message["content"]))
-            message = {**message, "content": content}
-        safe_messages.append(message)
-    return safe_messages
-
-
-def _rendered_turns(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: Messages,
-    opening: str,
-    answer: Messages,
-    tools: Tools | None,
-    variables: Variables,
-) -> tuple[list[_Piece], int]:
-    """An answer of several messages, of which the first and the last one are the assistant's, after
-    `opening`, which is `render` of `prompt`: its turns in pieces; the id of the final token."""
-    *earlier, last = answer
-    messages = [*prompt, *_with_results_divided(tokenizer, without_context(earlier))]
-    text = render(tokenizer, messages, True, tools, variables)
-    check_prompt(tokenizer, text, messages, tools, variables)
-    try:
-        spans = turn_spans(tokenizer, messages, text, tools, variables)
-    except UserError:
-        raise UserError(
-            "the turns of the assistant after which chosen and rejected part cannot be found for"
-            " certain in what the chat template renders; mark them with {% generation %} in a"
-            " --chat_template"
-        ) from None
-    turns = [message for message in earlier if message["role"] == "assistant"]
-    pieces = list[_Piece]()
-    begin = None
-    for turn, (start, end) in zip(turns, spans[-len(turns) :], strict=True):
-        if begin is not None:
-            pieces.append(_Piece(text[begin:start], is_trained=False))
-        elif text.startswith(opening):
-            start = len(opening)
-        pieces.append(_Piece(text[start:end], is_trained=CONTEXT not in turn))
-        begin = end
-    pieces.append(_Piece(text[begin:], is_trained=False))
-    final_turn, final = render_answer(tokenizer, messages, text, last, tools, variables)
-    pieces.append(_Piece(final_turn))
-    check_calls(tokenizer, messages, last, tools, variables)
-    return pieces, final
+    return replace(example, prompt=safe(example.prompt), answers=safe(list(example.answers)))
 
 
 def _encode_pieces(
-    tokenizer: PreTrainedTokenizerBase, before: str, pieces: list[_Piece]
+    tokenizer: PreTrainedTokenizerBase, before: str, pieces: Sequence[Piece]
 ) -> tuple[list[int], list[Span]]:
     """(ids of an answer after the text `before`; the ranges of them that are not trained)."""
     ids = list[int]()
@@ -313,8 +211,9 @@ def _encode(
 def _encode_divided(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[Span]
 ) -> tuple[list[int], list[Span]]:
-    """`_encode` of a text whose parts between `SPLIT`s are encoded one by one, later ones as by
-    `encode_after` after a line break. No span contains a `SPLIT`."""
+    """`_encode` of a text whose pieces between `SPLIT`s are encoded one by one, later ones after a
+    line break if the tokenizer puts a space before every text, as in `encode_after`. No span
+    contains a `SPLIT`."""
     ids = list[int]()
     token_ranges = list[Span]()
     begin = 0  # of the piece, in characters of the text
@@ -397,7 +296,7 @@ def joined_steps(example: Example, separator: str) -> Example:
     ends = re.escape(separator)
     for step_number, step in enumerate(example.answers, start=1):
         assert isinstance(step, str)
-        # a run inside is tried once
+        # the look-behind: of a long run of separators inside the step, only its start is tried
         step = re.sub(rf"\A(?:{ends})+|(?<!{ends})(?:{ends})+\Z", "", step)
         if not step.strip():
             raise UserError(f"step {step_number} is empty")

@@ -13,17 +13,19 @@ from dschat_ppo.common.own_functions import file_named, own_function
 from dschat_ppo.config.data_flags import DataFlags, Use
 from dschat_ppo.config.schema import is_own_function
 from dschat_ppo.data.advice import Choice, as_known_set
-from dschat_ppo.data.content import (
-    SYSTEM_COLUMNS,
-    is_of_rewards,
+from dschat_ppo.data.content import is_of_rewards
+from dschat_ppo.data.examples import Example, Row, field_at, has_value
+from dschat_ppo.data.form_columns import (
+    description_of,
+    side_columns,
+    watched_columns,
 )
-from dschat_ppo.data.examples import VARIABLES_COLUMN, Example, Row, field_at, has_value
-from dschat_ppo.data.form_columns import correct_answer, description_of, watched_columns
 from dschat_ppo.data.form_kinds import FORMS, KINDS, Kind, set_named
 from dschat_ppo.data.form_rendering import Candidate, rendering_of
-from dschat_ppo.data.form_sample import Sample, exists, quoted_names, sample_of
-from dschat_ppo.data.forms import Form, UnreadError, rows_made
+from dschat_ppo.data.form_sample import DataSample, exists, quoted_names, sample_of
+from dschat_ppo.data.forms import Form, RowReader, rows_made
 from dschat_ppo.data.readings import Trial
+from dschat_ppo.data.unread import UnreadError, WatchedColumns
 from dschat_ppo.data.verdicts import OWN_FUNCTION, Scale, UnclearVerdictError, scale_of
 from dschat_ppo.errors import UserError
 
@@ -44,12 +46,21 @@ def detect_form(
     form does not use for it (None: for any use), or a flag names no column and `is_only`: there is
     no other data set, to which the flag may apply. The message names flags that have been tried."""
     rows = rows[:FIRST_ROWS]
+    function = None
     if is_own_function(flags.data_format):
-        return _own_form(name, rows, has_template, flags, is_only, use)
+        function = flags.data_format
+        rows = _first_rows_made(name, rows, function)
+        columns = list(dict.fromkeys(column for row in rows for column in row))
+        rows = rows[:FIRST_ROWS]
+        name = f"{name} through {function}"
+        flags = replace(flags, data_format="auto")
 
-    def detect(given: DataFlags) -> Form:
-        form = _detected(sample_of(name, columns, rows, has_template, given, is_only))
-        form.check_unused(rows, use)
+    def detect(flags_to_try: DataFlags, made_by: str | None = None) -> Form:
+        """The form by some flags; `made_by`: the function that makes its rows."""
+        form = _detected(
+            sample_of(name, columns, rows, has_template, flags_to_try, is_only, made_by)
+        )
+        form.watched.check(rows, use)
         if use is not None:
             form.require(use)
         if use == "sft":
@@ -57,8 +68,10 @@ def detect_form(
         return form
 
     try:
-        return detect(flags)
+        return detect(flags, function)
     except UnreadError as problem:
+        # ways out that have been tried: choices that are sure, or else flags that read the rows, or
+        # else other choices
         trial = Trial(detect, columns, rows, flags)
         choices = problem.choices
         if use == "steps":
@@ -75,7 +88,7 @@ def detect_form(
         raise UserError(f"{where}{problem.what}; {'; '.join(ways)}") from None
 
 
-def _detected(sample: Sample) -> Form:
+def _detected(sample: DataSample) -> Form:
     """The first form that reads the rows. If it would lose the content of some columns, a later one
     counts that uses these and loses nothing: the prompt of a row, with its system message, holds
     the question beside it."""
@@ -89,95 +102,93 @@ def _detected(sample: Sample) -> Form:
         )
     first: Form | None = None
     lost = set[str]()
-    for chosen in _candidates(sample):
+    for candidate in _candidates(sample):
         if first is None:
-            first = _completed(sample, chosen)
-            lost = _lost(first, sample.rows)
+            first = _form_of(sample, candidate)
+            lost = _lost_columns(first, sample.rows)
             if not lost:
                 break
             continue
-        asked = lost
-        if chosen.form.uses == ("prompt",):
-            asked = {column for column in lost if not is_of_rewards(column)}
-        if asked and asked <= chosen.form.used_columns:
+        lost_by_candidate = lost
+        if candidate.reader.uses == ("prompt",):
+            lost_by_candidate = {column for column in lost if not is_of_rewards(column)}
+        if lost_by_candidate and lost_by_candidate <= candidate.reader.used_columns:
             with suppress(UserError):
-                form = _completed(sample, chosen)
-                if not _lost(form, sample.rows):
+                form = _form_of(sample, candidate)
+                if not _lost_columns(form, sample.rows):
                     return form
     assert first is not None  # for mypy: without candidates an error is raised
     return first
 
 
-def _lost(form: Form, rows: list[Row]) -> set[str]:
+def _lost_columns(form: Form, rows: list[Row]) -> set[str]:
     """The columns whose content a form would lose."""
-    try:
-        form.check_unused(rows)
-    except UnreadError as problem:
-        return set(problem.lost)
-    return set()
+    lost = set[str]()
+    for row in rows:
+        lost |= set(form.watched.lost_in(row))
+    return lost
 
 
-def _completed(sample: Sample, chosen: Candidate) -> Form:
+def _form_of(sample: DataSample, candidate: Candidate) -> Form:
     """The form of a candidate, with its rendering and the columns besides prompt and answers."""
     name = sample.name
-    columns = sample.columns
     flags = sample.flags
     advice = sample.advice
-    kind = chosen.form.kind
+    reader = candidate.reader
+    kind = reader.kind
+    quoted_columns = quoted_names(sample.columns)
     rendering, about_prompts, warning = rendering_of(
-        name, chosen, sample.has_template, flags, advice
+        name, candidate, sample.has_template, flags, advice
     )
-    if not chosen.fits:
+    if not candidate.fits:
         if advice.sets and not sample.of_content:
             raise UserError(
-                f"{name}: has the columns {quoted_names(columns)}, which do not fit the form"
+                f"{name}: has the columns {quoted_columns}, which do not fit the form"
                 f" {kind.name}; {as_known_set(advice.sets)}"
             )
         way = "--prompt_column, ... name other columns"
         warning = f"most of the first rows do not fit the form {kind.name}; {way}"
-    system = sample.by_flag.get("system")
-    if flags.system_column is None and not kind.is_known_set:
-        system = next((column for column in SYSTEM_COLUMNS if column in columns), None)
-    truth = correct_answer(sample, chosen.form)
-    by_role = chosen.form.columns
-    if kind.name == "problem_solution" and truth.column != by_role.get("truth"):
-        by_role = {role: column for role, column in by_role.items() if role != "truth"}
-    has_variables = rendering == "chat" and VARIABLES_COLUMN in columns
-    form = replace(
-        chosen.form,
-        columns=by_role,
-        rendering=rendering,
-        input_template=None if kind.inside or chosen.is_chat else flags.input_template,
-        system=system,
-        tools="tools" if "tools" in columns and not kind.is_known_set else None,
-        variables=VARIABLES_COLUMN if has_variables else None,
-        truth=truth.column,
-        truth_pattern=truth.pattern,
-        truth_is_optional=truth.is_optional,
-        system_message=flags.system_message if rendering == "chat" else None,
+    side = side_columns(sample, reader, rendering)
+    if kind.name == "problem_solution" and side.truth != reader.columns.get("truth"):
+        columns = {role: column for role, column in reader.columns.items() if role != "truth"}
+        reader = replace(reader, columns=columns)
+
+    input_template = flags.input_template
+    if kind.inside or candidate.is_chat:
+        input_template = None
+    system_message = flags.system_message
+    if rendering == "text":
+        system_message = None
+    unused_flags = list[str]()
+    if flags.input_template and input_template is None:
+        unused_flags.append("--input_template")
+    if flags.system_message and system_message is None:
+        unused_flags.append("--system_message")
+
+    file_sha = ""
+    if sample.function is not None:
+        file_sha = hashlib.sha256(Path(file_named(sample.function)).read_bytes()).hexdigest()
+    watched = watched_columns(sample, reader, side, rendering)
+    return Form(
+        reader,
+        side,
+        rendering,
+        input_template,
+        system_message,
+        WatchedColumns(tuple(sorted(watched)), reader.columns, kind.name, advice),
+        sample.function,
+        file_sha,
+        about=f"{name}: has the columns {quoted_columns}, read as form {kind.name}",
+        description=description_of(sample, reader, side, about_prompts, unused_flags),
+        warning=warning,
         names=sample.names,
         advice=advice,
-        is_unscored=kind.name == "ranked" and not chosen.fits and bool(advice.pairs),
-        warning=warning,
-        about=f"{name}: has the columns {quoted_names(columns)}, read as form {kind.name}",
-    )
-    return replace(
-        form,
-        watched=tuple(sorted(watched_columns(sample, form))),
-        description=description_of(sample, form, about_prompts),
+        is_unscored=kind.name == "ranked" and not candidate.fits and bool(advice.pairs),
     )
 
 
-def _own_form(
-    name: str,
-    rows: list[Row],
-    has_template: bool,
-    flags: DataFlags,
-    is_only: bool,
-    use: Use | None,
-) -> Form:
-    """The form of the rows that `FILE.py:FUNCTION` makes of the first rows."""
-    function = flags.data_format
+def _first_rows_made(name: str, rows: list[Row], function: str) -> list[Row]:
+    """The rows that `FILE.py:FUNCTION` makes of the first rows."""
     own_function("--data_format", function)  # a missing file is no bad row
     form_rows = list[Row]()
     for row_number, row in enumerate(rows, start=1):
@@ -190,14 +201,7 @@ def _own_form(
             f"--data_format {function}: makes no row of the first {len(rows)}, by which the form is"
             " found"
         )
-    columns = list(dict.fromkeys(column for row in form_rows for column in row))
-    flags = replace(flags, data_format="auto")
-    made_by = f"{name} through {function}"
-    form = detect_form(made_by, columns, form_rows, has_template, flags, is_only, use)
-    sha = hashlib.sha256(Path(file_named(function)).read_bytes()).hexdigest()
-    return replace(
-        form, function=function, file_sha=sha, description=f"{function} makes {form.description}"
-    )
+    return form_rows
 
 
 def _located(
@@ -228,7 +232,7 @@ def _located(
     }
 
 
-def _candidates(sample: Sample) -> Iterator[Candidate]:
+def _candidates(sample: DataSample) -> Iterator[Candidate]:
     """The forms that read the rows: by a flag or the name of the data set, or else those of the
     table in their order. A form of text or messages may have the columns that flags name in any
     place, another one if its prompt has the name that the form gives it. If no form reads most of
@@ -270,7 +274,7 @@ def _candidates(sample: Sample) -> Iterator[Candidate]:
     yield next((candidate for candidate in left if candidate.fits), closest)
 
 
-def _no_form(sample: Sample, asked: str, is_known: bool) -> UnreadError:
+def _no_form(sample: DataSample, asked: str, is_known: bool) -> UnreadError:
     """The error of columns that no form has, or not the one that is `asked` for: by a flag, or if
     it `is_known` by the name of the data set."""
     what = "fit no known form"
@@ -292,34 +296,30 @@ def _no_form(sample: Sample, asked: str, is_known: bool) -> UnreadError:
 
 def _closeness(candidate: Candidate) -> tuple[int, bool]:
     """The larger, the likelier a form that does not fit is the one that is meant."""
-    form = candidate.form
-    return len(form.columns), form.kind.rendering == "chat"
+    reader = candidate.reader
+    return len(reader.columns), reader.kind.rendering == "chat"
 
 
-def _candidate(sample: Sample, kind: Kind, located: dict[str, str]) -> Candidate:
-    """A form with these columns, and what it reads in the first rows."""
+def _candidate(sample: DataSample, kind: Kind, located: dict[str, str]) -> Candidate:
+    """A reader of these columns, and what it reads in the first rows."""
     rows = sample.rows
-    form = Form(
-        kind,
-        located,
-        "chat" if kind.rendering in ("chat", "content") else "text",
-        role_names=sample.flags.roles,
-        scale=_scale(sample.name, located, rows, sample.of_content),
-    )
+    scale = _scale(sample.name, located, rows, sample.of_content)
+    reader = RowReader(kind, located, sample.flags.roles, scale)
+    as_chat = kind.rendering in ("chat", "content")
     read = dict[Use, list[list[Example]]]()
     has_messages = False
     fits = False
-    for use in form.uses:
+    for use in reader.uses:
         read[use] = []
         for row in rows:
             with suppress(UserError):
-                read[use].append(form.examples_of(row, use))
+                read[use].append(reader.examples_of(row, use, as_chat))
         if use != "prompt" or kind.alone:
             fits = fits or 2 * len(read[use]) >= len(rows)
         for examples in read[use]:
             has_messages = has_messages or any(isinstance(one.prompt, list) for one in examples)
     is_chat = kind.rendering == "chat" or (kind.rendering == "as given" and has_messages)
-    return Candidate(form, read, is_chat, fits)
+    return Candidate(reader, read, is_chat, fits)
 
 
 def _scale(name: str, located: dict[str, str], rows: list[Row], by_flag: dict[str, str]) -> Scale:

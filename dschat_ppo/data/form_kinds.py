@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 from dschat_ppo.config.data_flags import Use
 from dschat_ppo.data import form_readers as readers
 from dschat_ppo.data import judged_readers, step_readers, verdicts
-from dschat_ppo.data.cells import Cells, PromptAndAnswers, pair_of
+from dschat_ppo.data.cells import Cells, PromptAndAnswers
 from dschat_ppo.data.examples import Row, field_at, number_of, text_at
 
 
@@ -276,7 +276,9 @@ class KnownSet(NamedTuple):
 def _read_known(name: str, cells: Cells, use: Use) -> PromptAndAnswers:
     known = SETS[name]
     texts = {"prompt": (), "sft": (known.chosen,)}.get(use, (known.chosen, known.rejected or ""))
-    return _filled(known.prompt, cells.row), pair_of([_filled(text, cells.row) for text in texts])
+    return _filled(known.prompt, cells.row), readers.pair_of(
+        [_filled(text, cells.row) for text in texts]
+    )
 
 
 def _filled(text: Text, row: Row) -> str:

@@ -13,12 +13,10 @@ from os.path import commonprefix
 from typing import Any
 
 from dschat_ppo.config.data_flags import Use
-from dschat_ppo.data.cells import Cells, Prompt, PromptAndAnswers, judged, pair_of
-from dschat_ppo.data.examples import (
+from dschat_ppo.data.cells import Cells, JudgedAnswer, Prompt, PromptAndAnswers, judged
+from dschat_ppo.data.examples import Message, Messages, checked
+from dschat_ppo.data.messages import (
     CONTEXT,
-    Message,
-    Messages,
-    checked,
     looks_like_messages,
     without_context,
 )
@@ -31,6 +29,19 @@ _ALPACA = (
     " the request.\n\n"
 )
 _ALPACA_INPUT = ", paired with an input that provides further context"
+
+
+def pair_of(answers: list[Any]) -> list[JudgedAnswer]:
+    """The better answer, and the worse one or several of them, if any."""
+    pair = [JudgedAnswer(answer, 1.0, "chosen") for answer in answers[:1]]
+    for position, answer in enumerate(answers[1:], start=1):
+        name = "rejected"
+        if len(answers) > 2:
+            name = f"rejected answer {position}"
+        pair.append(JudgedAnswer(answer, 0.0, name))
+    return pair
+
+
 # Prompts and answers that are text or messages
 
 
@@ -40,20 +51,22 @@ def read_columns(cells: Cells, use: Use) -> PromptAndAnswers:
     as messages also continue it. Two conversations that part before their last messages are answers
     of several messages to what both begin with."""
     better = next((role for role in ("chosen", "response", "messages") if cells.has(role)), "")
-    prompt: Prompt | None = None
+    roles = _roles_to_read(cells, use, better)
+    role_of_prompt = ""
     if cells.has("prompt"):
-        prompt = cells.prompt()
+        role_of_prompt = "prompt"
     elif cells.has("messages") and better == "chosen":
-        prompt = cells.messages("messages", cells.value("messages"))
+        role_of_prompt = "messages"
+    said = cells.said(filter(None, [role_of_prompt, *roles]))
+    prompt: Prompt | None = said.get(role_of_prompt)
     full_prompt = prompt
     answers = list[Any]()
     conversations = list[Messages]()
-    for role in _roles_to_read(cells, use, better):
-        value = cells.value(role)
-        if role != "messages" and not looks_like_messages(value):
-            answers += cells.texts(role)
+    for role in roles:
+        if all(isinstance(text, str) for text in said[role]):
+            answers += said[role]
             continue
-        *before, answer = cells.messages(role, value)
+        *before, answer = said[role]
         if role == "messages" and use == "prompt" and answer["role"] != "assistant":
             return [*before, answer], []
         _check_answer(answer, cells.called(role), use)
@@ -145,25 +158,24 @@ def _answers_repeat(prompt: str, cells: Cells, better: str) -> bool:
 
 
 def _with_prompt(prompt: Prompt | None, before: Messages, column: str) -> Messages:
-    """The whole prompt of an answer: a prompt and the messages before the answer, which may repeat
-    it."""
-    continues = not before or before[0]["role"] == "assistant"
-    if prompt is None:
-        if not before:
-            raise UserError(f"{column} has nothing before the assistant's answer")
+    """The whole prompt of an answer: a prompt and the messages before the answer, which continue or
+    repeat it."""
+    if prompt is None and not before:
+        raise UserError(f"{column} has nothing before the assistant's answer")
+    if prompt is None or prompt == []:
         return before
+    if not before or before[0]["role"] == "assistant":
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        return prompt + before
     if isinstance(prompt, str):
-        if continues:
-            return [{"role": "user", "content": prompt}, *before]
         questions = [turn["content"].strip() for turn in before if turn["role"] == "user"]
         if prompt.strip() not in questions:
             raise UserError(f"the prompt is not among the messages of {column}")
         return before
-    if prompt and continues:
-        return prompt + before
     is_start = _same(before[: len(prompt)], prompt)
     is_end = _same(before[-len(prompt) :], prompt)
-    if prompt and not is_start and not is_end:
+    if not is_start and not is_end:
         raise UserError(f"the messages of {column} do not start with those of the prompt")
     return before
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from dschat_ppo.config.data_flags import DataFlags, Use
 from dschat_ppo.data.advice import Advice, as_known_set
 from dschat_ppo.data.examples import Example
-from dschat_ppo.data.forms import Form
+from dschat_ppo.data.forms import Rendering, RowReader
 from dschat_ppo.errors import UserError
 
 _SENTENCE_ENDS = ".!?…。！？｡．;；,，、)）]】\"'”’»」』*"
@@ -16,11 +16,11 @@ _QUESTIONS = "question", "query", "input", "instruction"
 
 
 class Candidate(NamedTuple):
-    """A form with its columns, and what it reads in the first rows: for each use the examples of
-    each row that it can read. `is_chat`: whether it finds chat messages. `fits`: whether it reads
-    at least half of the rows."""
+    """A reader of rows, and what it reads in the first rows: for each use the examples of each row
+    that it can read. `is_chat`: whether it finds chat messages. `fits`: whether it reads at least
+    half of the rows."""
 
-    form: Form
+    reader: RowReader
     read: dict[Use, list[list[Example]]]
     is_chat: bool
     fits: bool
@@ -28,18 +28,18 @@ class Candidate(NamedTuple):
 
 def rendering_of(
     name: str, chosen: Candidate, has_template: bool, flags: DataFlags, advice: Advice
-) -> tuple[Literal["chat", "text"], str, str]:
+) -> tuple[Rendering, str, str]:
     """Whether the prompts of a data set are text or chat, in all three steps; words for the log; a
     warning or "". `UserError` if a flag does not fit the form, or chat messages lack a
     template."""
-    kind = chosen.form.kind
+    kind = chosen.reader.kind
     if flags.apply_chat_template and kind.rendering == "text":
         raise UserError(
             f"{name}: the form {kind.name} is text, so --apply_chat_template True does not apply"
         )
     asks_questions = kind.rendering == "content" or (
         kind.name in ("preference", "better_of_two", "prompt_response", "ranked", "kto")
-        and chosen.form.columns.get("prompt") in _QUESTIONS
+        and chosen.reader.columns.get("prompt") in _QUESTIONS
         and flags.prompt_column is None
     )
     is_chat_by_default = (

@@ -16,7 +16,7 @@ _ROLES = ("prompt", "response", "chosen", "rejected", "messages", "label", *VERD
 
 
 @dataclass(frozen=True)
-class Sample:
+class DataSample:
     """The columns and first rows of a data set, without those that flags ignore, and the flags."""
 
     name: str
@@ -28,6 +28,7 @@ class Sample:
     by_flag: dict[str, str]  # role -> the column that a flag names, of those that exist
     of_content: dict[str, str]  # those of the prompt and the answers
     missing: list[str]  # flags whose columns do not exist
+    function: str | None  # the `FILE.py:FUNCTION` that made the rows
     advice: Advice
 
 
@@ -38,15 +39,18 @@ def sample_of(
     has_template: bool,
     flags: DataFlags,
     is_only: bool,
-) -> Sample:
+    function: str | None = None,
+) -> DataSample:
     """What is known of a data set. `UserError` if a flag names no column and there is no other data
     set."""
     columns_left = [column for column in columns if column not in flags.ignore_columns]
-    rows = [{name: row[name] for name in row if name in columns_left} for row in rows]
+    rows_left = list[Row]()
+    for row in rows:
+        rows_left.append({column: row[column] for column in row if column in columns_left})
     by_flag = {
         role: column
         for role, column in flags.columns.items()
-        if column and exists(column, columns_left, rows)
+        if column and exists(column, columns_left, rows_left)
     }
     missing = [
         f"{flags.name_of(role)} {column}"
@@ -61,17 +65,18 @@ def sample_of(
     if set(VERDICT_ROLES) & set(of_content):  # then the flags name two answers in any order
         in_any_order = {"chosen": "first", "rejected": "second"}
         of_content = {in_any_order.get(role, role): path for role, path in of_content.items()}
-    return Sample(
+    return DataSample(
         name,
         tuple(columns),
         columns_left,
-        rows,
+        rows_left,
         has_template,
         flags,
         by_flag,
         of_content,
         missing,
-        advice_for(columns_left, rows),
+        function,
+        advice_for(columns_left, rows_left),
     )
 
 

@@ -16,30 +16,25 @@ from typing import Any, Literal
 
 from dschat_ppo.common.own_functions import own_function, running_own
 from dschat_ppo.config.data_flags import DataFlags, Use
-from dschat_ppo.data.advice import FOR_STEP_3, Advice, Choice, words_of
+from dschat_ppo.data.advice import FOR_STEP_3, Advice
 from dschat_ppo.data.cells import Cells, JudgedAnswer, Prompt
-from dschat_ppo.data.content import NO_COPIES, all_in, is_content, is_of_rewards, lines_of
 from dschat_ppo.data.examples import (
-    CONTEXT,
-    ROLES,
     Example,
     Row,
     checked,
     field_at,
-    from_json,
     has_value,
     json_value,
     margin_of,
-    read_tools,
-    tools_beside,
     truth_of,
-    without_context,
 )
 from dschat_ppo.data.form_kinds import Kind
-from dschat_ppo.data.verdicts import TURNING, TWO_ANSWERS, Scale, side_named
+from dschat_ppo.data.messages import CONTEXT, ROLES, read_tools, tools_beside, without_context
+from dschat_ppo.data.unread import UnreadError, WatchedColumns
+from dschat_ppo.data.verdicts import Scale
 from dschat_ppo.errors import UserError, printable_line
 
-_OF_PAIRS = {column for pair in TWO_ANSWERS for column in pair}
+Rendering = Literal["chat", "text"]
 _NEEDED = {
     "sft": "a prompt and an answer",
     "preference": "a prompt and two answers",
@@ -52,178 +47,48 @@ _NEEDED = {
 }
 
 
-class UnreadError(UserError):
-    """A data set that is not read as it is. `what` is wrong; `choices` may lead out, which are to
-    be tried (`readings.py`), and `way` where no flags do, or in their place if it `is_sure`.
-    `lost`: the columns whose content would be lost."""
-
-    def __init__(
-        self,
-        what: str,
-        way: str,
-        lost: Sequence[str] = (),
-        is_sure: bool = False,
-        choices: Sequence[Choice] = (),
-    ):
-        super().__init__(f"{what}; {words_of(choices) or way}")
-        self.what = what
-        self.way = way
-        self.lost = tuple(lost)
-        self.is_sure = is_sure
-        self.choices = tuple(choices)
-
-
 @dataclass(frozen=True)
-class Form:
-    """How the rows of one data set are read. It can be pickled."""
+class RowReader:
+    """How the prompt and the answers of rows are read: by the reader of a kind of form, from these
+    columns."""
 
     kind: Kind = field(repr=False)
     columns: dict[str, str]  # role -> column, such as "prompt": "question"
-    rendering: Literal["chat", "text"] = "text"
-    # text around a prompt that is text; `{}` stands for the prompt
-    input_template: str | None = None
-    scale: Scale = "words"  # what the numbers of a verdict on two answers are
-    system: str | None = None  # a column, as the next two
-    tools: str | None = None
-    variables: str | None = None  # of the chat template
-    truth: str | None = None
-    # finds the correct answer in that column; None takes the whole value
-    truth_pattern: str | None = None
-    truth_is_optional: bool = False  # where the name of its column alone tells of it
-    system_message: str | None = None
     # further names of roles in messages -> roles
     role_names: dict[str, str] = field(default_factory=dict)
-    watched: tuple[str, ...] = ()  # columns whose content would be lost
-    function: str | None = None  # the `FILE.py:FUNCTION` that makes rows of this form
-    file_sha: str = ""  # a hash of its file
-    # the data set, its columns and the form, for messages
-    about: str = field(default="", repr=False)
-    description: str = field(default="", repr=False)  # what was understood, one line for the log
-    warning: str = field(default="", repr=False)  # what may be wrong with it
-    names: tuple[str, ...] = field(default=(), repr=False)  # all columns of the data set
-    advice: Advice = field(default=Advice(), repr=False)  # for messages
-    # lists of answers without scores or ranks, of which no step but the third can learn
-    is_unscored: bool = field(default=False, repr=False)
-
-    @property
-    def name(self) -> str:
-        return self.kind.name
+    scale: Scale = "words"  # what the numbers of a verdict on two answers are
 
     @cached_property
     def uses(self) -> tuple[Use, ...]:
-        """What the form serves."""
+        """What the columns serve."""
         return self.kind.uses(self.columns)
 
     @property
     def used_columns(self) -> set[str]:
-        """The columns of the data set that the form reads; not a correct answer that no form knows,
-        which the first step would lose."""
-        paths = [*self.columns.values(), self.system, self.tools, self.variables]
-        if not self.truth_is_optional:
-            paths.append(self.truth)
-        used = {path.split(".")[0] for path in paths if path}
+        """The columns of the data set that are read, which may be fields inside them."""
+        used = {path.split(".")[0] for path in self.columns.values()}
         if "rejected" in self.columns:
-            return used | {"margin"}
+            used.add("margin")
         return used
 
-    @cached_property
-    def _watched_columns(self) -> frozenset[str]:
-        """The columns of rows that hold `watched`, which may be fields inside them."""
-        return frozenset(self.watched) | {name.split(".")[0] for name in self.watched}
+    def examples_of(
+        self, row: Row, use: Use, as_chat: bool, input_template: str | None = None
+    ) -> list[Example]:
+        """What a row asks and answers for a use, with the prompt as the row has it.
 
-    @property
-    def identity(self) -> str:
-        """Text that differs between forms that read rows differently, for keys of caches."""
-        return f"{self.name} {self!r}"
+        Args:
+            row: The row.
+            use: The use, which `uses` has.
+            as_chat: Whether messages are asked for where a form can give both.
+            input_template: Text around a prompt that is text.
 
-    def require(self, use: Use) -> None:
-        """Refuse a use that the form does not serve. The message lists the columns and what the
-        step needs."""
-        choices = self.advice.choices_for(use)
-        way = self.advice.for_use(use)
-        if self.is_unscored and use != "prompt":
-            what = f"{self.about}; its answers have no scores or ranks"
-            raise UnreadError(what, way, choices=self.advice.pairs)
-        if use in self.uses:
-            return
-        what = f"{self.about}; this step needs {_NEEDED[use]}"
-        if self.kind.labelled and use == "preference":
-            way = "answers with labels are for --objective kto"
-            choices = ()
-        elif self.uses == ("prompt",) and not self.advice.sets and not self.advice.has_steps:
-            what = f"{what}, and no response is there to train on"
-            way = FOR_STEP_3
-        raise UnreadError(what, way, is_sure=bool(self.advice.sets), choices=choices)
-
-    def require_answers(self, rows: Sequence[Row]) -> None:
-        """Refuse conversations for step 1 that all end with a question: prompts without a response,
-        as for GRPO."""
-        path = self.columns.get("messages")
-        if path is None or {"response", "chosen"} & set(self.columns) or not rows:
-            return
-        for row in rows:
-            turns = json_value(field_at(row, path)) if has_value(row, path) else None
-            last = turns[-1] if isinstance(turns, list) and turns else None
-            if not isinstance(last, dict):
-                return
-            name = str(last.get("role", last.get("from"))).strip().lower()
-            if (ROLES | self.role_names).get(name) != "user":
-                return
-        what = f"{self.about}; no conversation of the first rows ends with a response to train on"
-        raise UnreadError(what, FOR_STEP_3)
-
-    def read(self, row: Row, use: Use) -> list[Example]:
-        """The examples of one row, none or more, all with the same prompt. `UserError`, without the
-        name of the row, if it is bad, and for a use that the form does not serve."""
-        self.require(use)
-        rows = [row]
-        if self.function is not None:
-            rows = rows_made(self.function, row)
-        examples = list[Example]()
-        for each in rows:
-            bare_examples = self.examples_of(each, use)
-            if bare_examples:
-                examples += self._with_columns(bare_examples, each, use)
-            self.check_unused([each], use)
-        return examples
-
-    def _with_columns(self, examples: list[Example], row: Row, use: Use) -> list[Example]:
-        """The examples of a row, which share a prompt, with all that the form takes from its other
-        columns: the system message, margin, correct answer, tools and variables."""
-        prompt = self._rendered(examples[0].prompt, row)
-        context = list[int]()
-        if isinstance(prompt, list):
-            context = [index for index, message in enumerate(prompt) if CONTEXT in message]
-            prompt = without_context(prompt)
-        margin = 0.0
-        if "rejected" in self.columns:
-            margin = margin_of(row)
-        truth = None
-        is_asked = use == "prompt" and not self.truth_is_optional
-        if self.truth and (is_asked or has_value(row, self.truth)):
-            truth = truth_of(row, self.truth, self.truth_pattern)
-        tools = self._tools_of(row)
-        return [
-            replace(
-                example,
-                prompt=prompt,
-                margin=margin,
-                truth=truth,
-                tools=tools,
-                suffix=example.suffix if len(examples) > 1 else "",
-                context=tuple(context),
-                variables=self._variables_of(row),
-            )
-            for example in examples
-        ]
-
-    def examples_of(self, row: Row, use: Use) -> list[Example]:
-        """What the reader finds in a row for a use, before the prompt is rendered."""
-        is_chat = self.rendering == "chat"
-        cells = Cells(row, self.columns, self.role_names, is_chat, self.input_template, self.scale)
+        Raises:
+            UserError: The row is bad; the message does not name it.
+        """
+        cells = Cells(row, self.columns, self.role_names, as_chat, input_template, self.scale)
         is_split_pair = use == "unpaired" and not self.kind.labelled
         prompt, answers = self.kind.read(cells, "preference" if is_split_pair else use)
-        if not prompt and self.name != "text":
+        if not prompt and self.kind.name != "text":
             raise UserError("the prompt is empty")
         if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
             roles = ("prompt", "messages", "chosen", "first", "response")
@@ -245,30 +110,221 @@ class Form:
             return [_example_of_answers(prompt, [answer]) for answer in answers if answer.worth]
         if not answers:  # a tie
             return []
-        return self._examples_of_ranked(prompt, answers, use)
-
-    def _examples_of_ranked(
-        self, prompt: Prompt, answers: Sequence[JudgedAnswer], use: Use
-    ) -> list[Example]:
-        """The examples of answers of which some are better than others."""
-        # stable: of equal ones the first comes first
-        order = sorted(answers, key=lambda answer: -answer.worth)
-        best = order[0]
         if use == "sft":
+            best = max(answers, key=lambda answer: answer.worth)  # of equal ones the first
             return [_example_of_answers(prompt, [best])]
-        pairs = list[Example]()
-        for index, better in enumerate(order):
-            for worse in order[index + 1 :]:
-                if better.worth > worse.worth:
-                    pairs.append(_example_of_answers(prompt, [better, worse]))
-        if use != "unpaired" or not pairs:
-            return pairs
-        bad = order[1:]  # each is a rejected answer
-        if self.name == "ranked":
-            bad = [min(order, key=lambda answer: answer.worth)]
-        examples = [_example_of_answers(prompt, [best], (1.0,))]
-        examples += [_example_of_answers(prompt, [answer], (0.0,)) for answer in bad]
+        return _examples_of_ranked(prompt, answers, use, only_worst=self.kind.name == "ranked")
+
+
+def _examples_of_ranked(
+    prompt: Prompt, answers: Sequence[JudgedAnswer], use: Use, only_worst: bool
+) -> list[Example]:
+    """The pairs of answers of which one is better; for "unpaired" the best answer and the others,
+    with `only_worst` the worst one alone, each with its label."""
+    # stable: of equal ones the first comes first
+    order = sorted(answers, key=lambda answer: -answer.worth)
+    pairs = list[Example]()
+    for index, better in enumerate(order):
+        for worse in order[index + 1 :]:
+            if better.worth > worse.worth:
+                pairs.append(_example_of_answers(prompt, [better, worse]))
+    if use != "unpaired" or not pairs:
+        return pairs
+    bad = order[1:]
+    if only_worst:
+        bad = [min(order, key=lambda answer: answer.worth)]
+    examples = [_example_of_answers(prompt, [order[0]], (1.0,))]
+    examples += [_example_of_answers(prompt, [answer], (0.0,)) for answer in bad]
+    return examples
+
+
+def _example_of_answers(
+    prompt: Prompt, answers: list[JudgedAnswer], labels: tuple[float, ...] = ()
+) -> Example:
+    """The example of an answer, or of a better and a worse one. `UserError` if one is empty, or
+    both are equal."""
+    for answer in answers:
+        messages = answer.value
+        if isinstance(messages, str):
+            messages = {"role": "assistant", "content": messages}
+        if isinstance(messages, dict):
+            messages = [messages]
+        for message in messages:
+            is_empty = not message["content"].strip() and "tool_calls" not in message
+            if is_empty and message["role"] == "assistant":
+                name = answer.name if len(answers) == 2 else "the answer"
+                raise UserError(f"{name} is empty")
+    if len(answers) == 2 and answers[0].value == answers[1].value:
+        raise UserError(f"{answers[0].name} and {answers[1].name} are equal")
+    names = " and ".join(answer.name for answer in answers if answer.name)
+    suffix = f", {names}" if names else ""
+    return Example(prompt, [answer.value for answer in answers], suffix=suffix, labels=labels)
+
+
+@dataclass(frozen=True)
+class SideColumns:
+    """The columns that a form reads besides those of the prompt and the answers; None without one.
+
+    Attributes:
+        system: The system message.
+        tools: Descriptions of tools.
+        variables: Variables of the chat template.
+        truth: The correct answer, for reward functions.
+        truth_pattern: Finds the correct answer in its column; None takes the whole value.
+        truth_is_optional: Whether rows may lack it, as where the name of its column alone tells of
+            it.
+    """
+
+    system: str | None = None
+    tools: str | None = None
+    variables: str | None = None
+    truth: str | None = None
+    truth_pattern: str | None = None
+    truth_is_optional: bool = False
+
+    @property
+    def used_columns(self) -> set[str]:
+        """The columns of the data set; not that of a correct answer that no form knows, which the
+        first step would lose."""
+        paths = [self.system, self.tools, self.variables]
+        if not self.truth_is_optional:
+            paths.append(self.truth)
+        return {path.split(".")[0] for path in paths if path}
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the rows of one data set are read. It can be pickled."""
+
+    reader: RowReader
+    side: SideColumns = SideColumns()
+    rendering: Rendering = "text"
+    # text around a prompt that is text; `{}` stands for the prompt
+    input_template: str | None = None
+    system_message: str | None = None  # of rows without one of their own
+    watched: WatchedColumns = WatchedColumns()
+    function: str | None = None  # the `FILE.py:FUNCTION` that makes rows of this form
+    file_sha: str = ""  # a hash of its file
+    # the data set, its columns and the form, for messages
+    about: str = field(default="", repr=False)
+    description: str = field(default="", repr=False)  # what was understood, one line for the log
+    warning: str = field(default="", repr=False)  # what may be wrong with it
+    names: tuple[str, ...] = field(default=(), repr=False)  # all columns of the data set
+    advice: Advice = field(default=Advice(), repr=False)  # for messages
+    # lists of answers without scores or ranks, of which no step but the third can learn
+    is_unscored: bool = field(default=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.reader.kind.name
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Role -> column of the prompt and the answers."""
+        return self.reader.columns
+
+    @property
+    def uses(self) -> tuple[Use, ...]:
+        """What the form serves."""
+        return self.reader.uses
+
+    @property
+    def used_columns(self) -> set[str]:
+        """The columns of the data set that the form reads."""
+        return self.reader.used_columns | self.side.used_columns
+
+    @property
+    def identity(self) -> str:
+        """Text that differs between forms that read rows differently, for keys of caches."""
+        return f"{self.name} {self!r}"
+
+    def require(self, use: Use) -> None:
+        """Refuse a use that the form does not serve. The message lists the columns and what the
+        step needs."""
+        if self.is_unscored and use != "prompt":
+            what = f"{self.about}; its answers have no scores or ranks"
+            raise UnreadError(what, self.advice.for_use(use), choices=self.advice.pairs)
+        if use in self.uses:
+            return
+        choices = self.advice.choices_for(use)
+        way = self.advice.for_use(use)
+        what = f"{self.about}; this step needs {_NEEDED[use]}"
+        if self.reader.kind.labelled and use == "preference":
+            way = "answers with labels are for --objective kto"
+            choices = ()
+        elif self.uses == ("prompt",) and use != "steps" and not self.advice.sets:
+            what = f"{what}, and no response is there to train on"
+            way = FOR_STEP_3
+        raise UnreadError(what, way, is_sure=bool(self.advice.sets), choices=choices)
+
+    def require_answers(self, rows: Sequence[Row]) -> None:
+        """Refuse conversations for step 1 that all end with a question: prompts without a response,
+        as for GRPO."""
+        path = self.columns.get("messages")
+        if path is None or {"response", "chosen"} & set(self.columns) or not rows:
+            return
+        for row in rows:
+            turns = json_value(field_at(row, path)) if has_value(row, path) else None
+            last = turns[-1] if isinstance(turns, list) and turns else None
+            if not isinstance(last, dict):
+                return
+            name = str(last.get("role", last.get("from"))).strip().lower()
+            if (ROLES | self.reader.role_names).get(name) != "user":
+                return
+        what = f"{self.about}; no conversation of the first rows ends with a response to train on"
+        raise UnreadError(what, FOR_STEP_3)
+
+    def read(self, row: Row, use: Use) -> list[Example]:
+        """The examples of one row, none or more, all with the same prompt. `UserError`, without the
+        name of the row, if it is bad, and for a use that the form does not serve."""
+        if self.is_unscored or use not in self.uses:
+            self.require(use)
+        rows = [row]
+        if self.function is not None:
+            rows = rows_made(self.function, row)
+        examples = list[Example]()
+        for form_row in rows:
+            as_chat = self.rendering == "chat"
+            bare_examples = self.reader.examples_of(form_row, use, as_chat, self.input_template)
+            if bare_examples:
+                examples += self._with_side_columns(bare_examples, form_row, use)
+            if not self.watched.roots.isdisjoint(form_row):
+                self.watched.check([form_row], use)
         return examples
+
+    def _with_side_columns(self, examples: list[Example], row: Row, use: Use) -> list[Example]:
+        """The examples of a row, which share a prompt, with all that the form takes from its other
+        columns: the system message, margin, correct answer, tools and variables."""
+        prompt = self._rendered(examples[0].prompt, row)
+        context = list[int]()
+        if isinstance(prompt, list):
+            context = [index for index, message in enumerate(prompt) if CONTEXT in message]
+            prompt = without_context(prompt)
+        margin = 0.0
+        if "rejected" in self.columns and "margin" in row:
+            margin = margin_of(row)
+        side = self.side
+        truth = None
+        is_asked = use == "prompt" and not side.truth_is_optional
+        if side.truth and (is_asked or has_value(row, side.truth)):
+            truth = truth_of(row, side.truth, side.truth_pattern)
+        tools = self._tools_of(row)
+        variables = None
+        if side.variables and has_value(row, side.variables):
+            variables = self._variables_of(row, side.variables)
+        return [
+            replace(
+                example,
+                prompt=prompt,
+                margin=margin,
+                truth=truth,
+                tools=tools,
+                suffix=example.suffix if len(examples) > 1 else "",
+                context=tuple(context),
+                variables=variables,
+            )
+            for example in examples
+        ]
 
     def _rendered(self, prompt: Prompt, row: Row) -> Prompt:
         """The prompt as text or messages, as the rendering says, with the system message before
@@ -285,18 +341,18 @@ class Form:
             content = (self.input_template or "{}").replace("{}", prompt)
             prompt = [{"role": "user", "content": content}]
         system_of_row = None
-        if self.system:
-            system_of_row = field_at(row, self.system)
+        if self.side.system:
+            system_of_row = field_at(row, self.side.system)
         system = self.system_message
         if system_of_row not in (None, ""):
-            system = checked(system_of_row, str, f"'{self.system}'", "text")
+            system = checked(system_of_row, str, f"'{self.side.system}'", "text")
         if prompt[0]["role"] not in ("system", "developer"):
             if system:
                 return [{"role": "system", "content": system}, *prompt]
             return prompt
         if system_of_row not in (None, "") and prompt[0]["content"] != system_of_row:
             raise UserError(
-                f"'{self.system}' and the first message are two different system messages"
+                f"'{self.side.system}' and the first message are two different system messages"
             )
         return prompt
 
@@ -304,8 +360,8 @@ class Form:
         """The tools of a row: of their column, or those in one object with the messages. All must
         be equal."""
         values = dict[str, Any]()  # of columns
-        if self.tools and self.rendering == "chat":
-            values[self.tools] = field_at(row, self.tools)
+        if self.side.tools and self.rendering == "chat":
+            values[self.side.tools] = field_at(row, self.side.tools)
         for path in self.columns.values():
             # messages named by a dot (`input.messages`) have the tools beside them (`input.tools`)
             holder = path.removesuffix(".messages")
@@ -321,83 +377,11 @@ class Form:
             tools_of_row = tools_of_row or tools
         return tools_of_row
 
-    def _variables_of(self, row: Row) -> dict[str, Any] | None:
+    def _variables_of(self, row: Row, path: str) -> dict[str, Any]:
         """The variables that a row has for the chat template; null is none, as in Arrow."""
-        if self.variables is None or not has_value(row, self.variables):
-            return None
-        value = json_value(field_at(row, self.variables))
-        known = checked(value, dict, f"'{self.variables}'", "an object of variables or its JSON")
+        value = json_value(field_at(row, path))
+        known = checked(value, dict, f"'{path}'", "an object of variables or its JSON")
         return {name: inner for name, inner in known.items() if inner is not None}
-
-    def check_unused(self, rows: list[Row], use: Use | None = None) -> None:
-        """Refuse rows with content in columns that the form does not use for a use (None: for
-        any)."""
-        lost = dict[str, Any]()
-        for row in rows:
-            for column, value in self.lost_in(row).items():
-                if use != "prompt" or not is_of_rewards(column):
-                    lost.setdefault(column, value)
-        if not lost:
-            return
-        of_pairs = [column for column in lost if column in _OF_PAIRS or self._turns(column)]
-        choices = list[Choice]()
-        column = next(iter(lost))
-        if of_pairs:  # other flags may train pairs upside down
-            column = of_pairs[0]
-            choices += self.advice.pairs
-        if choices and column not in _OF_PAIRS and "chosen" in self.columns:
-            condition = f"if '{self.columns['chosen']}' is always the better answer"
-            choices.append(Choice(condition, {"ignore_columns": " ".join(lost)}))
-        value = lost[column]
-        way = f"--ignore_columns {' '.join(lost)} leaves out the column"
-        further_columns = [repr(name) for name in lost if name != column]
-        further = f" (nor {', '.join(further_columns)})" if further_columns else ""
-        raise UnreadError(
-            f"'{column}' holds content, {str(value)[:60]!r}, that the form {self.name} does not"
-            f" use{further}",
-            way,
-            list(lost),
-            is_sure=bool(choices),
-            choices=choices,
-        )
-
-    def _turns(self, column: str) -> bool:
-        """Whether a column may turn around the pairs of two others."""
-        if column in TURNING or not {"chosen", "rejected"} <= set(self.columns):
-            return column in TURNING
-        return side_named(column, (self.columns["chosen"], self.columns["rejected"])) != 0
-
-    def lost_in(self, row: Row) -> dict[str, Any]:
-        """The columns whose content the form does not use, with it. It is no loss if its lines are
-        in the columns that are used (a conversation next to its prompt and answer), or if it holds
-        all of these but the rejected answer (the same as one text)."""
-        if self._watched_columns.isdisjoint(row):
-            return {}
-        contents = dict[str, Any]()  # of columns that the form does not use
-        for name in self.watched:
-            if (name in row or "." in name) and has_value(row, name):
-                value = from_json(field_at(row, name))
-                if is_content(name, value):
-                    contents[name] = value
-        if not contents:
-            return {}
-        used_lines = list[str]()
-        needed_lines = list[str]()
-        for role, path in self.columns.items():
-            if has_value(row, path):
-                lines = lines_of(from_json(field_at(row, path)))
-                used_lines += lines
-                if role != "rejected":
-                    needed_lines += lines
-        if not needed_lines:
-            return {}
-        lost = dict[str, Any]()
-        for column, value in contents.items():
-            lines = lines_of(value)
-            is_copy = (bool(lines) and all_in(lines, used_lines)) or all_in(needed_lines, lines)
-            if column in NO_COPIES or self._turns(column) or not is_copy:
-                lost[column] = value
-        return lost
 
 
 def check_flags_used(forms: Sequence[Form], flags: DataFlags) -> None:
@@ -426,27 +410,3 @@ def rows_made(function: str, row: Row) -> list[Row]:
             f"{function} must return a dict, a list of dicts or None, not {type(returned).__name__}"
         )
     return rows
-
-
-# Parts of a row
-
-
-def _example_of_answers(
-    prompt: Prompt, answers: list[JudgedAnswer], labels: tuple[float, ...] = ()
-) -> Example:
-    """The example of an answer, or of a better and a worse one. `UserError` if one is empty, or
-    both are equal."""
-    for answer in answers:
-        said = answer.value
-        if isinstance(said, str):
-            said = {"role": "assistant", "content": said}
-        for message in said if isinstance(said, list) else [said]:
-            is_empty = not message["content"].strip() and "tool_calls" not in message
-            if is_empty and message["role"] == "assistant":
-                name = answer.name if len(answers) == 2 else "the answer"
-                raise UserError(f"{name} is empty")
-    if len(answers) == 2 and answers[0].value == answers[1].value:
-        raise UserError(f"{answers[0].name} and {answers[1].name} are equal")
-    names = " and ".join(answer.name for answer in answers if answer.name)
-    suffix = f", {names}" if names else ""
-    return Example(prompt, [answer.value for answer in answers], suffix=suffix, labels=labels)

@@ -20,16 +20,14 @@ from dschat_ppo.data.content import (
     is_switch,
     names_an_answer,
 )
-from dschat_ppo.data.examples import (
-    Row,
-    field_at,
-    has_value,
-    json_value,
+from dschat_ppo.data.examples import Row, field_at, has_value, json_value
+from dschat_ppo.data.form_kinds import KINDS
+from dschat_ppo.data.forms import Form
+from dschat_ppo.data.messages import (
     looks_like_messages,
     turns_in,
 )
-from dschat_ppo.data.form_kinds import KINDS
-from dschat_ppo.data.forms import Form, UnreadError
+from dschat_ppo.data.unread import UnreadError
 from dschat_ppo.errors import UserError
 
 MOST_WAYS = 3
@@ -209,10 +207,10 @@ class Trial:
             and column not in form.used_columns
             and column not in ignored
         ]
-        watching = replace(form, watched=tuple(left))
+        watched = replace(form.watched, names=tuple(left))
         lost = dict[str, Any]()
         for row in self.rows:
-            lost |= watching.lost_in(row)
+            lost |= watched.lost_in(row)
         return list(lost)
 
     def _reads_most(self, form: Form, ignored: list[str], use: Use) -> bool:

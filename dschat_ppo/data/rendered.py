@@ -1,4 +1,5 @@
-"""Checks that a chat template renders what it is given, and remarks on what it makes of answers."""
+"""Examples as text: what the chat template renders of them, checks that it leaves nothing out, and
+remarks on what it makes of answers."""
 
 from __future__ import annotations
 
@@ -6,22 +7,31 @@ import json
 import re
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.data.examples import (
+from dschat_ppo.data.examples import VARIABLES_COLUMN, Example, Message, Messages
+from dschat_ppo.data.messages import (
+    CONTEXT,
     SAID_BY_TOOLS,
     THOUGHTS,
-    VARIABLES_COLUMN,
-    Example,
-    Message,
-    Messages,
     functions_of,
+    without_context,
 )
 from dschat_ppo.data.replies import opens_thought, read_reply
-from dschat_ppo.data.templates import Tools, Variables, render, variables_read
+from dschat_ppo.data.templates import (
+    Span,
+    Tools,
+    Variables,
+    render,
+    render_answer,
+    text_answer,
+    variables_read,
+)
+from dschat_ppo.data.turn_spans import turn_spans
 from dschat_ppo.errors import UserError
 
 # in the formats of Hermes, Mistral and Llama 3
@@ -49,6 +59,119 @@ _PYTHON_CALL = (
 )
 
 
+class Piece(NamedTuple):
+    """A piece of an answer as text: what the assistant says, or what is not trained."""
+
+    text: str
+    is_trained: bool = True
+
+
+class RenderedAnswer(NamedTuple):
+    """The text of an answer in pieces, and the id of the token that ends it."""
+
+    pieces: tuple[Piece, ...]
+    final_id: int
+
+
+@dataclass(frozen=True)
+class RenderedExample:
+    """An example as text."""
+
+    prompt: str
+    has_bos: bool  # the prompt begins with BOS where one is needed, so that the tokenizer adds none
+    answers: Sequence[RenderedAnswer]
+    spans: Sequence[Span] = ()  # characters of the prompt that are earlier answers, to be trained
+    remarks: tuple[str, ...] = ()  # what the owner of the data should know
+
+
+def render_example(
+    tokenizer: PreTrainedTokenizerBase, example: Example, all_turns: bool
+) -> RenderedExample:
+    """An example as text. A prompt that is text is used as it is; chat messages are rendered by the
+    template. `UserError` if that leaves out what it is given."""
+    prompt = example.prompt
+    if isinstance(prompt, str):
+        return _as_it_is(tokenizer, prompt, example, all_turns)
+    tools = example.tools
+    variables = known_variables(tokenizer, example.variables, tools)
+    text = render(tokenizer, prompt, True, tools, variables)
+    check_prompt(tokenizer, text, prompt, tools, variables)
+    spans = list[Span]()
+    if all_turns:
+        turns = [index for index, message in enumerate(prompt) if message["role"] == "assistant"]
+        spans_of_turns = turn_spans(tokenizer, prompt, text, tools, variables)
+        for turn, span in zip(turns, spans_of_turns, strict=True):
+            if turn not in example.context:
+                spans.append(span)
+    answers = list[RenderedAnswer]()
+    for answer in example.answers:
+        if isinstance(answer, list):
+            answers.append(_rendered_turns(tokenizer, prompt, text, answer, tools, variables))
+            continue
+        turn_text, final_id = render_answer(tokenizer, prompt, text, answer, tools, variables)
+        answers.append(RenderedAnswer((Piece(turn_text),), final_id))
+        if isinstance(answer, dict):
+            check_calls(tokenizer, prompt, answer, tools, variables)
+    remarks = _remarks_on(tokenizer, example, text, answers, all_turns)
+    return RenderedExample(text, True, answers, spans, remarks)
+
+
+def _as_it_is(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, example: Example, all_turns: bool
+) -> RenderedExample:
+    """An example whose prompt is text."""
+    has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
+    answers = list[RenderedAnswer]()
+    for answer in example.answers:
+        assert not isinstance(answer, list)  # which follows chat messages alone
+        text, final_id = text_answer(tokenizer, answer)
+        answers.append(RenderedAnswer((Piece(text),), final_id))
+    remarks = _remarks_on(tokenizer, example, prompt, answers, all_turns)
+    return RenderedExample(prompt, has_bos, answers, remarks=remarks)
+
+
+def _rendered_turns(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Messages,
+    opening: str,
+    answer: Messages,
+    tools: Tools | None,
+    variables: Variables,
+) -> RenderedAnswer:
+    """An answer of several messages, of which the first and the last one are the assistant's, after
+    `opening`, which is `render` of `prompt`."""
+    *earlier, last = answer
+    messages = [*prompt, *without_context(earlier)]
+    text = render(tokenizer, messages, True, tools, variables)
+    check_prompt(tokenizer, text, messages, tools, variables)
+    try:
+        spans = turn_spans(tokenizer, messages, text, tools, variables)
+    except UserError:
+        raise UserError(
+            "the turns of the assistant after which chosen and rejected part cannot be found for"
+            " certain in what the chat template renders; mark them with {% generation %} in a"
+            " --chat_template"
+        ) from None
+    turns = [message for message in earlier if message["role"] == "assistant"]
+    pieces = list[Piece]()
+    end_of_last_turn = None
+    for turn, (start, end) in zip(turns, spans[-len(turns) :], strict=True):
+        if end_of_last_turn is not None:  # what others say between two turns
+            pieces.append(Piece(text[end_of_last_turn:start], is_trained=False))
+        elif text.startswith(opening):  # with what the template opens an answer with
+            start = len(opening)
+        pieces.append(Piece(text[start:end], is_trained=CONTEXT not in turn))
+        end_of_last_turn = end
+    pieces.append(Piece(text[end_of_last_turn:], is_trained=False))
+    final_turn, final_id = render_answer(tokenizer, messages, text, last, tools, variables)
+    pieces.append(Piece(final_turn))
+    check_calls(tokenizer, messages, last, tools, variables)
+    return RenderedAnswer(tuple(pieces), final_id)
+
+
+# Checks
+
+
 def check_prompt(
     tokenizer: PreTrainedTokenizerBase,
     text: str,
@@ -64,7 +187,8 @@ def check_prompt(
         is_needed = message["role"] in ("system", "user", *SAID_BY_TOOLS)
         if is_needed and words not in text and _quoted(words) not in text:
             _refuse_left_out(f"the {message['role']} message {words[:60]!r}")
-    _check_tools(tokenizer, messages, tools, variables, open_answer=True)
+    if tools or any("tool_calls" in message for message in messages):
+        _check_tools(tokenizer, messages, tools, variables, open_answer=True)
 
 
 def check_calls(
@@ -154,11 +278,11 @@ def check_variables(tokenizer: PreTrainedTokenizerBase, example: Example) -> Non
 # Remarks
 
 
-def remarks_on(
+def _remarks_on(
     tokenizer: PreTrainedTokenizerBase,
     example: Example,
     text: str,
-    turns: Sequence[str],
+    rendered_answers: Sequence[RenderedAnswer],
     all_turns: bool,
 ) -> tuple[str, ...]:
     """What the owner of an example should know of it, in words that are alike for all examples.
@@ -167,11 +291,12 @@ def remarks_on(
         tokenizer: Its chat template has rendered the example.
         example: The example.
         text: Its prompt as the template renders it.
-        turns: Its answers as the template renders them.
+        rendered_answers: Its answers.
         all_turns: Whether earlier answers are trained too.
     """
     remarks = list[str]()
     trained_texts = list[str]()
+    turns = [rendered.pieces[0].text for rendered in rendered_answers]
     for answer, turn in zip(example.answers, turns, strict=True):
         if isinstance(answer, str):
             trained_texts.append(answer)
@@ -191,7 +316,8 @@ def remarks_on(
                     remarks.append(_LOST_THOUGHTS.format(key))
     if opens_thought(text) and any(not read_reply(turn, True).outside for turn in turns):
         remarks.append(_OPEN_THOUGHT)
-    if any(_has_python_call(content) for content in trained_texts):
+    calls = [call for content in trained_texts for call in _CALL.findall(content)]
+    if any(map(_is_python, calls)):
         remarks.append(_PYTHON_CALL)
     return tuple(dict.fromkeys(remarks))
 
@@ -213,12 +339,10 @@ def _writes_thoughts(tokenizer: PreTrainedTokenizerBase, template: str, key: str
     return _THOUGHT in render(tokenizer, talk, open_answer=False)
 
 
-def _has_python_call(content: str) -> bool:
-    """Whether a text has a call of a tool that is a dictionary of Python, not JSON."""
-    for call in _CALL.findall(content):
-        try:
-            json.loads(call)
-        except (ValueError, RecursionError):
-            if _PYTHON.match(call):
-                return True
+def _is_python(call: str) -> bool:
+    """Whether the text of a call of a tool is a dictionary of Python, not JSON."""
+    try:
+        json.loads(call)
+    except (ValueError, RecursionError):
+        return _PYTHON.match(call) is not None
     return False

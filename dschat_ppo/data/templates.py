@@ -26,7 +26,11 @@ from transformers import AddedToken, PreTrainedTokenizerBase
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data.examples import THOUGHTS, Message, Messages, functions_of
+from dschat_ppo.data.examples import Message, Messages
+from dschat_ppo.data.messages import (
+    THOUGHTS,
+    functions_of,
+)
 from dschat_ppo.errors import UserError, reading
 
 FLAG = "--chat_template"
@@ -265,7 +269,7 @@ def added_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> dict[int, Add
     return dict(tokenizer.added_tokens_decoder)
 
 
-class _Token(NamedTuple):
+class _TemplateToken(NamedTuple):
     """An added token, or EOS."""
 
     text: str
@@ -273,12 +277,12 @@ class _Token(NamedTuple):
     is_special: bool
 
 
-def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[_Token]:
+def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[_TemplateToken]:
     """Each added token and EOS, without those of spaces alone."""
-    tokens = list[_Token]()
+    tokens = list[_TemplateToken]()
     for token_id, token in added_tokens(tokenizer, len(tokenizer)).items():
-        tokens.append(_Token(token.content, token_id, token.special))
-    tokens.append(_Token(str(tokenizer.eos_token), int(tokenizer.eos_token_id), True))
+        tokens.append(_TemplateToken(token.content, token_id, token.special))
+    tokens.append(_TemplateToken(str(tokenizer.eos_token), int(tokenizer.eos_token_id), True))
     return [token for token in tokens if token.text.strip()]
 
 
@@ -410,35 +414,36 @@ def render(
             " prompts as text, name a template with --chat_template, or save a"
             " `chat_template.jinja` in the folder of the tokenizer"
         )
-    with suppress(UserError):
-        text = _apply_template(tokenizer, messages, open_answer, tools, variables)
-        is_as_python = False  # whether the template writes a dictionary of arguments as it is
-        for function in functions_of(messages):
-            arguments = function.get("arguments")
-            if isinstance(arguments, dict) and arguments and str(arguments) in text:
-                is_as_python = True
-        if not is_as_python:
-            return text
-    # Such templates, and those that join arguments with texts, expect JSON text.
-    messages_with_json = deepcopy(messages)
-    for function in functions_of(messages_with_json):
-        if isinstance(function.get("arguments"), dict):
-            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-    return _apply_template(tokenizer, messages_with_json, open_answer, tools, variables)
-
-
-def _apply_template(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Messages,
-    open_answer: bool,
-    tools: Tools | None,
-    variables: Variables | None,
-) -> str:
     settings: dict[str, Any] = {
         **(variables or {}),
         "tools": tools or None,
         "tokenize": False,
         "add_generation_prompt": open_answer,
     }
+    has_calls = any("tool_calls" in message for message in messages)
+    with suppress(UserError):
+        text = _apply_template(tokenizer, messages, settings)
+        if not has_calls or not _writes_python(messages, text):
+            return text
+    # Such templates, and those that join arguments with texts, expect JSON text.
+    messages_with_json = deepcopy(messages)
+    for function in functions_of(messages_with_json):
+        if isinstance(function.get("arguments"), dict):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return _apply_template(tokenizer, messages_with_json, settings)
+
+
+def _apply_template(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, settings: dict[str, Any]
+) -> str:
     with reading("the chat template rejects these messages"):
         return str(tokenizer.apply_chat_template(messages, **settings))
+
+
+def _writes_python(messages: Messages, text: str) -> bool:
+    """Whether the text of messages holds the arguments of a call as a dictionary of Python."""
+    for function in functions_of(messages):
+        arguments = function.get("arguments")
+        if isinstance(arguments, dict) and arguments and str(arguments) in text:
+            return True
+    return False

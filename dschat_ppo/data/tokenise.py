@@ -30,7 +30,7 @@ from dschat_ppo.data.examples import (
 from dschat_ppo.data.forms import Form
 from dschat_ppo.data.rendered import check_variables
 from dschat_ppo.data.shards import Raw
-from dschat_ppo.data.templates import added_tokens
+from dschat_ppo.data.templates import Span, added_tokens
 from dschat_ppo.errors import UserError
 
 DOING = "prepared the data"
@@ -229,13 +229,9 @@ def _rows_of_example(
     if step.use == "steps":
         example = joined_steps(example, step.step_separator)
     if step.tools:
-        if isinstance(example.prompt, str):
-            raise UserError(
-                "the chat template describes tools to the model, so the prompt must be chat"
-                " messages"
-            )
-        example = replace(example, tools=[*(example.tools or ()), *step.tools])
-    check_variables(tokenizer, example)
+        example = _with_tools(example, step.tools)
+    if example.variables:
+        check_variables(tokenizer, example)
     ids = encode_example(tokenizer, example, step.all_turns)
     if any(len(answer) <= 1 for answer in ids.answers):
         raise UserError("the answer is empty: it has only the final token")
@@ -276,6 +272,15 @@ def _hashed(columns: dict[str, Any]) -> list[Any]:
     return [value for name, value in columns.items() if name != "untrained_spans" or any(value)]
 
 
+def _with_tools(example: Example, tools: Sequence[dict[str, Any]]) -> Example:
+    """The example with further tools."""
+    if isinstance(example.prompt, str):
+        raise UserError(
+            "the chat template describes tools to the model, so the prompt must be chat messages"
+        )
+    return replace(example, tools=[*(example.tools or ()), *tools])
+
+
 def _columns_of_use(
     row: dict[str, Any],
     example: Example,
@@ -288,7 +293,7 @@ def _columns_of_use(
     step = settings.step
     if step.use == "sft":
         return {"prompt_spans": [list(span) for span in fitted.prompt_spans]}
-    untrained = [[list(span) for span in spans] for spans in fitted.untrained_spans]
+    untrained = [list(map(list, spans)) for spans in fitted.untrained_spans]
     if step.use == "preference":
         return {"untrained_spans": untrained}
     if step.use == "unpaired":
@@ -297,8 +302,9 @@ def _columns_of_use(
         step_ends, step_labels = labelled_ends(
             settings.tokenizer, ids.answers[0], example.labels, step.step_separator
         )
-        left = sum(end < len(fitted.answers[0]) for end in step_ends)  # ends are in rising order
-        return {"step_ends": step_ends[:left], "step_labels": step_labels[:left]}
+        # ends are in rising order
+        steps_left = sum(end < len(fitted.answers[0]) for end in step_ends)
+        return {"step_ends": step_ends[:steps_left], "step_labels": step_labels[:steps_left]}
     columns = dict[str, Any]()
     if step.use == "prompt":
         columns["row"] = row_text(row, example, settings)
@@ -404,14 +410,16 @@ def _cut(
             spans.append((start, end))
         elif start >= tail:
             spans.append((start - tail + head, end - tail + head))
-    untrained_spans = [
-        [(start, min(end, answer_room)) for start, end in of_answer if start < answer_room]
-        for of_answer in ids.untrained_spans
-    ]
+    untrained_spans = [_spans_before(answer_room, of_answer) for of_answer in ids.untrained_spans]
     outcome = Fitted.PROMPT_CUT
     if longest > answer_room:
         outcome = Fitted.ANSWER_CUT
     return EncodedExample(prompt, answers, spans, untrained_spans=untrained_spans), outcome
+
+
+def _spans_before(end: int, spans: Sequence[Span]) -> list[Span]:
+    """What is left of half-open ranges before `end`."""
+    return [(start, min(stop, end)) for start, stop in spans if start < end]
 
 
 def fixed_ends(

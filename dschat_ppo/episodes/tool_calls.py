@@ -12,7 +12,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.data.examples import Message, functions_of
+from dschat_ppo.data.examples import Message
+from dschat_ppo.data.messages import (
+    functions_of,
+)
 from dschat_ppo.data.rendered import check_calls
 from dschat_ppo.data.replies import Reply, read_reply, without_open_thought
 from dschat_ppo.data.templates import render, turn_end, without_final

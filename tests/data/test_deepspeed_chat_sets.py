@@ -8,18 +8,13 @@ from copy import deepcopy
 import pytest
 from form_fixtures import form_of, read, user
 
-from dschat_ppo.data.examples import (
-    Example,
-    field_at,
-    has_value,
+from dschat_ppo.data.examples import Example, field_at, has_value, margin_of, text_at, truth_of
+from dschat_ppo.data.form_kinds import SETS, set_named
+from dschat_ppo.data.messages import (
     looks_like_messages,
-    margin_of,
     read_messages,
     read_tools,
-    text_at,
-    truth_of,
 )
-from dschat_ppo.data.form_kinds import SETS, set_named
 from dschat_ppo.errors import UserError
 
 ROW = {

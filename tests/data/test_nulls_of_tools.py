@@ -8,7 +8,10 @@ import pytest
 from datasets import Dataset
 from prepared import load, write_jsonl
 
-from dschat_ppo.data.examples import read_messages, read_tools
+from dschat_ppo.data.messages import (
+    read_messages,
+    read_tools,
+)
 
 CALLS = [{"thing": "lamp", "to": None}, {"thing": "kite", "to": "me", "in": {"hall": None}}]
 TO = {"type": ["string", "null"], "default": None}

@@ -30,7 +30,7 @@ from dschat_ppo.data.encode import (
 )
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.form_kinds import Kind
-from dschat_ppo.data.forms import Form
+from dschat_ppo.data.forms import Form, RowReader, SideColumns
 from dschat_ppo.data.rows import ORIGIN, ROW, RawRows
 from dschat_ppo.data.sources import parse_sources
 from dschat_ppo.data.templates import turn_end
@@ -256,8 +256,7 @@ def read(cells, use):
 
 
 FORM = Form(
-    Kind("several", {}, (("sft prompt", ""),), read, labelled=True),
-    {},
+    RowReader(Kind("several", {}, (("sft prompt", ""),), read, labelled=True), {}),
     about="f",
     description="several answers",
 )
@@ -317,18 +316,17 @@ def test_digests_tell_rows_apart_by_their_final_content():
     assert digests[0] == digests[1] != digests[2], "after the limit"
     rows = [{"prompt": "p", "answers": ["a"], "truth": truth} for truth in ("4", "5", "4", 4)]
     digests = [
-        row["digest"] for row in batch(rows, use="prompt", form=replace(FORM, truth="truth"))
+        row["digest"]
+        for row in batch(rows, use="prompt", form=replace(FORM, side=SideColumns(truth="truth")))
     ]
     assert digests[0] == digests[2] and len({*digests}) == 3
 
 
 def test_plain_text_has_its_first_token_as_prompt_and_blocks_count_their_own_tokens():
-    form = replace(
-        FORM,
-        kind=Kind(
-            "text", {}, (("sft", ""),), lambda cells, use: ("", [JudgedAnswer(cells.row["text"])])
-        ),
+    kind = Kind(
+        "text", {}, (("sft", ""),), lambda cells, use: ("", [JudgedAnswer(cells.row["text"])])
     )
+    form = replace(FORM, reader=RowReader(kind, {}))
     rows = batch([{"text": "abc"}, {"text": "a"}, {"text": ""}], form=form)
     texts = [TOKENIZER.decode([*row["prompt_ids"], 0, *row["answers"][0]]) for row in rows[:2]]
     assert texts == ["a<|pad|>bc<|end|>", "a<|pad|><|end|>"] and numbers(rows, Fitted.UNUSABLE) == [
@@ -356,7 +354,7 @@ def test_a_teacher_reads_the_text_of_its_column_and_answers_of_the_data_stay_bes
         )
         of = settings(
             "prompt",
-            form=Form(kind, {}, about="f", description="a prompt"),
+            form=Form(RowReader(kind, {}), about="f", description="a prompt"),
             limit=changes.pop("limit", 64),
         )
         of = replace(of, step=replace(of.step, **changes))
