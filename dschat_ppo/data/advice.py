@@ -138,7 +138,7 @@ class Advice:
         return _NAME_THEM
 
 
-def words_of(choices: Sequence[Choice]) -> str:
+def choices_in_words(choices: Sequence[Choice]) -> str:
     """The choices in a message."""
     return "; ".join(f"{choice.condition}: {named_flags(choice.flags)}" for choice in choices)
 

@@ -123,7 +123,7 @@ class Trial:
             # what a question is about may be left out, but not the question
             if of_questions and not set(reading.dropped) <= set(lost):
                 continue
-            ways.append(_words_of(reading))
+            ways.append(_reading_in_words(reading))
         return ways
 
     def _prompts_beside(self, choice: Choice) -> Iterator[dict[str, str]]:
@@ -226,7 +226,7 @@ class Trial:
         return has_examples and 2 * read >= len(self.rows)
 
 
-def _words_of(reading: Reading) -> str:
+def _reading_in_words(reading: Reading) -> str:
     """A reading in a message."""
     names = [repr(column) for column in reading.columns if column]
     about = " and ".join(names)

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from dschat_ppo.config.data_flags import Use
-from dschat_ppo.data.advice import Advice, Choice, words_of
+from dschat_ppo.data.advice import Advice, Choice, choices_in_words
 from dschat_ppo.data.content import NO_COPIES, all_in, is_content, is_of_rewards, lines_of
 from dschat_ppo.data.examples import Row, field_at, has_value
 from dschat_ppo.data.messages import from_json
@@ -32,7 +32,7 @@ class UnreadError(UserError):
         is_sure: bool = False,
         choices: Sequence[Choice] = (),
     ):
-        super().__init__(f"{what}; {words_of(choices) or way}")
+        super().__init__(f"{what}; {choices_in_words(choices) or way}")
         self.what = what
         self.way = way
         self.lost = tuple(lost)

@@ -113,10 +113,12 @@ def number_in(value: Any) -> float | None:
     if isinstance(value, bool):
         return None
     try:
-        number = float(value)
+        as_float = float(value)
     except (TypeError, ValueError):
         return None
-    return number if math.isfinite(number) else None
+    if not math.isfinite(as_float):
+        return None
+    return as_float
 
 
 def _numbers_at_ends(answers: Answers) -> list[float]:
@@ -153,34 +155,34 @@ def scale_of(values: Sequence[Any], column: str, answers: Answers, is_named: boo
         return "strength"
     words = {str(value).strip().lower() for value in values if value is not None}
     words = {word for word in words if not _is_tie(word)}
-    numbers = {number for number in map(number_in, values) if number is not None}
+    numeric_verdicts = {verdict for verdict in map(number_in, values) if verdict is not None}
     if words and words <= set(_TRUTHS):
         side = side_named(column, answers)
         if side:
             return "true for the first" if side > 0 else "true for the second"
-        if not numbers and is_named:
+        if not numeric_verdicts and is_named:
             return "true for the first"
-        if not numbers:
+        if not numeric_verdicts:
             raise _unclear(column, answers, "true and false", "true", "false")
-    if not numbers:
+    if not numeric_verdicts:
         return "words"
     ends = _numbers_at_ends(answers)
-    if numbers <= set(ends):
+    if numeric_verdicts <= set(ends):
         return "ends"
-    has_strengths = not numbers <= {-1, 0, 1} or "prefer" in column
-    if min(numbers) < 0 and has_strengths:
+    has_strengths = not numeric_verdicts <= {-1, 0, 1} or "prefer" in column
+    if min(numeric_verdicts) < 0 and has_strengths:
         return "strength"
     first, second = answers
-    shown = ", ".join(f"{number:g}" for number in sorted(numbers)[:5])
+    quoted = ", ".join(f"{verdict:g}" for verdict in sorted(numeric_verdicts)[:5])
     is_clear = is_named or not (ends or column in _UNCLEAR_VERDICTS)
     for (low, high), scale in _TWO_NUMBERS.items():
-        if not numbers <= {low, high}:
+        if not numeric_verdicts <= {low, high}:
             continue
         if is_clear:
             return scale
-        raise _unclear(column, answers, shown, str(low), str(high))
+        raise _unclear(column, answers, quoted, str(low), str(high))
     raise UserError(
-        f"'{column}' holds {shown}, which do not say whether '{first}' or '{second}' is better;"
+        f"'{column}' holds {quoted}, which do not say whether '{first}' or '{second}' is better;"
         " expected a name, a place (0 and 1, or 1 and 2) or a strength (below 0 the first is"
         f" better, above 0 the second); {OWN_FUNCTION} can read it"
     )
@@ -204,21 +206,21 @@ def _unclear(
 def lead_of_first(value: Any, column: str, scale: Scale, answers: Answers, row: Row) -> int:
     """1 if a verdict says that the first answer is better, -1 if the second one is, 0 for a tie.
     `UserError` if it says none of these."""
-    number = number_in(value)
+    strength_or_place = number_in(value)
     lead: int | None
     word = str(value).strip().lower()
     if value is None:
         lead = None
     elif scale in ("true for the first", "true for the second") and word in _TRUTHS:
         lead = 1 if _TRUTHS[word] == (scale == "true for the first") else -1
-    elif number is None:
+    elif strength_or_place is None:
         lead = _lead_by_word(word.strip("[]"), answers, row)
     elif scale == "strength":
-        lead = (number < 0) - (number > 0)
+        lead = (strength_or_place < 0) - (strength_or_place > 0)
     else:
         known = {"place from 0": [0.0, 1.0], "place from 1": [1.0, 2.0]}
         places = known.get(scale) or _numbers_at_ends(answers)
-        lead = dict(zip(places, (1, -1), strict=False)).get(number)
+        lead = dict(zip(places, (1, -1), strict=False)).get(strength_or_place)
     if lead is None:
         quoted = "null"
         if value is not None:
@@ -261,12 +263,12 @@ def _lead_by_word(word: str, answers: Answers, row: Row) -> int | None:
 def lead_by_numbers(row: Row, columns: tuple[str, str]) -> int:
     """As `lead_of_first` where two columns have a number for each answer, such as 1 for the
     winner."""
-    numbers = []
+    scores = list[float]()
     for column in columns:
         value = field_at(row, column)
-        number = {"true": 1, "false": 0}.get(str(value).strip().lower(), value)
-        numbers.append(number_of(number, f"'{column}'"))
-    return (numbers[0] > numbers[1]) - (numbers[0] < numbers[1])
+        score = {"true": 1, "false": 0}.get(str(value).strip().lower(), value)
+        scores.append(number_of(score, f"'{column}'"))
+    return (scores[0] > scores[1]) - (scores[0] < scores[1])
 
 
 def say_which(values: Sequence[Any], answers: Answers) -> bool:
