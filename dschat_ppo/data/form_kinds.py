@@ -291,15 +291,17 @@ def _last_turn(path: str) -> Text:
     return lambda row: text_at(row, path).split("Assistant:")[-1]
 
 
-def _webgpt(place: int) -> Text:
+def _webgpt(rank: int) -> Text:
     """The better (0) or worse (1) answer by its score, without citations; the first one is better
     at equal scores."""
 
     def read(row: Row) -> str:
         first = number_of(field_at(row, "score_0"), "'score_0'")
         second = number_of(field_at(row, "score_1"), "'score_1'")
-        position = place if first >= second else 1 - place
-        text = text_at(row, f"answer_{position}")
+        by_rank = (0, 1)
+        if first < second:
+            by_rank = (1, 0)
+        text = text_at(row, f"answer_{by_rank[rank]}")
         return " " + re.sub(r"[\(\[].*?[\)\]]", "", re.sub(r" [\(\[].*?[\)\]]", "", text))
 
     return read
@@ -362,18 +364,26 @@ SETS = {
     "lmqg/qag_jaquad": KnownSet("questions paragraph", _human("questions.0"), " {paragraph}"),
     "local/jsonfile": KnownSet(_PAIR.columns, " {prompt}", " {chosen}", " {rejected}"),
 }
-FORMS = KINDS | {  # what `--data_format` names
-    name: Kind(
+
+
+def _kind_of_set(name: str, known: KnownSet) -> Kind:
+    """The form of one of these data sets."""
+    uses = "sft prompt preference"
+    if known.rejected is None:
+        uses = "sft prompt"
+    return Kind(
         name,
         {column: column for column in known.columns.split()},
-        (("sft prompt" if known.rejected is None else "sft prompt preference", known.columns),),
+        ((uses, known.columns),),
         partial(_read_known, name),
         rendering="text",
         inside=True,
         is_known_set=True,
     )
-    for name, known in SETS.items()
-}
+
+
+# what `--data_format` names
+FORMS = KINDS | {name: _kind_of_set(name, known) for name, known in SETS.items()}
 
 
 def set_named(location: str) -> str | None:
