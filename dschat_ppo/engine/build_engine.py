@@ -36,7 +36,7 @@ from dschat_ppo.config.step_config import POLYNOMIAL_END, StepConfig
 from dschat_ppo.engine.ds_config import MUON, PERSISTENT_ELEMENTS, Config, eval_config
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.adapters import is_adapter_parameter
-from dschat_ppo.models.loading import load_causal_lm
+from dschat_ppo.models.loading import ModelChanges, load_causal_lm
 from dschat_ppo.models.state_layers import state_layers
 from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.types import Engine
@@ -383,7 +383,8 @@ def frozen_policy(
     """A language model that only runs forward, without its engine, and DeepSpeed's configuration
     for it."""
     ds_config = eval_config(stage, dtype, offload, world_size())
-    return PolicyModel(load_causal_lm(folder, dtype, ds_config, resize=resize)), ds_config
+    lm = load_causal_lm(folder, dtype, ds_config, ModelChanges(resize=resize))
+    return PolicyModel(lm), ds_config
 
 
 def require_whole_distributions(engines: Sequence[Engine]) -> None:

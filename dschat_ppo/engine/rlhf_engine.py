@@ -27,7 +27,7 @@ from dschat_ppo.engine.tensor_parallel import reason_not_to_shard, tensor_parall
 from dschat_ppo.models.adapter_merging import adapters_merged
 from dschat_ppo.models.adapters import adapter_settings
 from dschat_ppo.models.kernel_selection import apply_memory_flags, select_kernels
-from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
+from dschat_ppo.models.loading import ModelChanges, load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.model_folders import is_adapter_folder
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.types import Engine
@@ -105,9 +105,7 @@ class RLHFEngine:
             self._folders.actor,
             config.run.dtype,
             self._actor_ds_config,
-            config.ppo.actor_dropout or 0.0,
-            config.run.resize_vocabulary,
-            adapter,
+            ModelChanges(config.ppo.actor_dropout or 0.0, config.run.resize_vocabulary, adapter),
         )
 
     def _reference_over_actor(self, actor_lm: PreTrainedModel) -> PreTrainedModel | None:
@@ -175,7 +173,7 @@ class RLHFEngine:
                 self._folders.reference or self._folders.actor,
                 config.run.dtype,
                 ds_config,
-                resize=config.run.resize_vocabulary,
+                ModelChanges(resize=config.run.resize_vocabulary),
             )
         if self._folders.reference is not None:
             return self._build_forward_only(PolicyModel(reference_lm), ds_config)
@@ -233,9 +231,9 @@ class RLHFEngine:
                 config.run.dtype,
                 ds_config,
                 config.critic_may_have_new_head,
-                config.ppo.critic_dropout or 0.0,
-                config.run.resize_vocabulary,
-                adapter,
+                ModelChanges(
+                    config.ppo.critic_dropout or 0.0, config.run.resize_vocabulary, adapter
+                ),
                 zero_head=True,
             )
         critic = ScalarModel(classifier)
@@ -270,7 +268,7 @@ class RLHFEngine:
                 config.run.dtype,
                 ds_config,
                 new_head=False,
-                resize=config.run.resize_vocabulary,
+                changes=ModelChanges(resize=config.run.resize_vocabulary),
             )
         reward = ScalarModel(classifier)
         if self.critic is None or folder != self._folders.critic:

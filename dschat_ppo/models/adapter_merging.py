@@ -75,7 +75,9 @@ def merged_weight(
     rows = rows + layer.scaling[ADAPTER] * (b.float() @ a.float())
     if magnitude is not None:
         rows = rows * (magnitude.float() / rows.norm(dim=1)).unsqueeze(1)
-    return rows.T if transposed else rows
+    if transposed:
+        return rows.T
+    return rows
 
 
 @contextmanager
@@ -85,11 +87,16 @@ def adapters_merged(
     originals_on_host: bool = False,
 ) -> Iterator[None]:
     """Replace each layer that has adapters by its base layer with the merged weight, so that code
-    that looks for `nn.Linear` finds it. The exit restores layers and original weights bit for bit:
-    they are kept, on the device or with `originals_on_host` in host memory; only `disposable`
-    weights (copies gathered by ZeRO-3), which are dropped afterwards, are merged in place. Layers
-    with a quantised base keep their adapter unmerged. The model has whole weights and no hooks; its
-    weights and adapters must not change inside the context."""
+    that looks for `nn.Linear` finds it. Layers with a quantised base keep their adapter unmerged.
+    The exit restores layers and original weights bit for bit. The model has whole weights and no
+    hooks; its weights and adapters must not change inside the context.
+
+    Args:
+        model: in which layers are replaced.
+        disposable: weights that are dropped afterwards (copies gathered by ZeRO-3). They are merged
+            in place, and their originals are not kept.
+        originals_on_host: keep the other original weights in host memory, not on the device.
+    """
     dropped = set(disposable)
     children = [
         (parent, name, child)
@@ -107,7 +114,7 @@ def adapters_merged(
                 if child not in mergeable:
                     continue
                 base: Any = child.get_base_layer()  # type: ignore[union-attr,operator]
-                in_place = base.weight in dropped and not _is_own_partition(base.weight)
+                in_place = base.weight in dropped and not _is_partition_itself(base.weight)
                 merged = _with_adapter(child, base.weight)
                 stack.enter_context(
                     _weight_replaced(base.weight, merged, in_place, originals_on_host)
@@ -126,7 +133,7 @@ def _with_adapter(layer: Any, weight: nn.Parameter) -> Tensor:
     return merged_weight(layer, weight.detach(), a, b, magnitude).to(weight.dtype).contiguous()
 
 
-def _is_own_partition(weight: Any) -> bool:
+def _is_partition_itself(weight: Any) -> bool:
     """Whether a gathered weight is this rank's partition itself: on one rank ZeRO-3 makes no
     copy."""
     return weight.untyped_storage().data_ptr() == weight.ds_tensor.untyped_storage().data_ptr()

@@ -60,7 +60,7 @@ class AdapterSettings:
     rank: int
     alpha: float  # scale of the update: alpha / rank, or alpha / sqrt(rank) with `rslora`
     dropout: float
-    # parts of names of layers, separated by commas; None: all linear layers of the blocks
+    # texts in names of layers, separated by commas; None: all linear layers of the blocks
     targets: str | None
     rslora: bool  # rank-stabilised scale (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732)
     # also train the magnitudes of the weights (Liu 2024, https://arxiv.org/abs/2402.09353)
@@ -112,8 +112,8 @@ def lora_targets(
 
     Layers are linear (`nn.Linear`, GPT-2's `Conv1D`). Not among them: routers and experts that are
     one 3-D tensor, the score head, an output head that is tied to the embedding, and layers that
-    the model does not call. A layer is taken if a part of `names`, separated by commas, occurs in
-    its name, as in DeepSpeed-Chat; None: all linear layers of the decoder blocks.
+    the model does not call. A layer is taken if one of the texts in `names`, separated by commas,
+    occurs in its name, as in DeepSpeed-Chat; None: all linear layers of the decoder blocks.
     """
     usable = _layers_for_lora(model)
     if names is None:
@@ -219,10 +219,10 @@ def quantised_base(
 def add_adapter(
     model: PreTrainedModel, settings: AdapterSettings, folder: str | None = None
 ) -> None:
-    """Add a LoRA adapter to `model`, in place, before it gets an engine, or that of a `folder` with
-    its own layers and scale. Matrix B is zero; A is drawn from the seed that torch was given last,
-    equally on every rank and at every ZeRO stage. Under ZeRO-3 the new parameters are whole until
-    `deepspeed.initialize` partitions them."""
+    """Add a LoRA adapter to `model`, in place, before it gets an engine: a new one, or with
+    `folder` the adapter in it, which keeps its layers and scale. Matrix B of a new one is zero; A
+    is drawn from the seed that torch was given last, equally on every rank and at every ZeRO stage.
+    Under ZeRO-3 the new parameters are whole until `deepspeed.initialize` partitions them."""
     if folder is None:
         config = _new_config(model, settings)
     else:
@@ -281,11 +281,14 @@ def inject_lora(model: PreTrainedModel, config: Any, folder: str | None) -> None
     zero3: AbstractContextManager[None] = nullcontext()
     if partitioned:
         zero3 = zero3_announced({"zero_optimization": {"stage": 3}})
+    device: AbstractContextManager[Any] = nullcontext()
+    if on_meta:
+        device = torch.device("meta")
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), zero3:
         warnings.simplefilter("ignore")  # that it chooses fan_in_fan_out itself
         torch.manual_seed(seed)
         problem = f"{folder or 'LoRA'}: the adapter does not fit {type(model).__name__}"
-        with reading(problem), torch.device("meta") if on_meta else nullcontext():
+        with reading(problem), device:
             inject_adapter_in_model(injected, model, adapter_name=ADAPTER)
     injected.modules_to_save = config.modules_to_save  # for adapter_config.json
     model.peft_config = {ADAPTER: injected}
@@ -309,6 +312,7 @@ def zero3_announced(ds_config: dict[str, Any]) -> Iterator[None]:
 
 
 def _new_config(model: PreTrainedModel, settings: AdapterSettings) -> Any:
+    """peft's configuration of a new adapter of `model`."""
     from peft import LoraConfig
 
     base, revision = base_name(model.config._name_or_path)
@@ -370,11 +374,9 @@ def _config_to_continue(model: PreTrainedModel, folder: str, settings: AdapterSe
 
 def _of_kind(model: PreTrainedModel) -> dict[str, Any]:
     """peft's settings for a model with a score head, or for a language model."""
-    has_score = hasattr(model, SCORE)
-    return {
-        "task_type": "SEQ_CLS" if has_score else "CAUSAL_LM",
-        "modules_to_save": [SCORE] if has_score else None,
-    }
+    if hasattr(model, SCORE):
+        return {"task_type": "SEQ_CLS", "modules_to_save": [SCORE]}
+    return {"task_type": "CAUSAL_LM", "modules_to_save": None}
 
 
 def load_adapter_weights(model: PreTrainedModel, folder: str) -> dict[str, Tensor]:

@@ -121,19 +121,21 @@ def check_architecture(config: PretrainedConfig, folder: str, needs_lm: bool) ->
             f"{folder}: {name} counts positions from pad_token_id, which is missing in config.json;"
             " add it"
         )
-    known: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    is_lm = type(config) in known
+    lm_classes: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING  # class of a configuration -> model
+    is_lm = type(config) in lm_classes
     if not is_lm and (needs_lm or config.model_type not in CLASSIFIERS_ONLY):
         raise UserError(
             f"{folder}: transformers has no causal language model for {name}; take a decoder-only"
             " model"
         )
-    if is_lm and (saved := known[type(config)].config_class) not in known:
-        raise UserError(
-            f"{folder}: {name} is not supported: its text model would be saved with"
-            f" {saved.__name__}, for which transformers has no causal language model; take another"
-            " model"
-        )
+    if is_lm:
+        saved_config_class = lm_classes[type(config)].config_class
+        if saved_config_class not in lm_classes:
+            raise UserError(
+                f"{folder}: {name} is not supported: its text model would be saved with"
+                f" {saved_config_class.__name__}, for which transformers has no causal language"
+                " model; take another model"
+            )
 
 
 def first_position(config: PretrainedConfig) -> int:
@@ -155,9 +157,8 @@ def check_classifier_config(config: PretrainedConfig, folder: str) -> None:
     label and a head named `score`. Other models get a new head, or must have the layout of
     DeepSpeed-Chat."""
     check_architecture(config, folder, needs_lm=False)
-    if not any(
-        str(name).endswith("ForSequenceClassification") for name in config.architectures or []
-    ):
+    names = [str(name) for name in config.architectures or []]
+    if not any(name.endswith("ForSequenceClassification") for name in names):
         return
     if config.num_labels != 1:
         raise UserError(
@@ -165,13 +166,13 @@ def check_classifier_config(config: PretrainedConfig, folder: str) -> None:
             " has one"
         )
     with reading(f"{folder}: no reward model can be built from its config.json"):
-        known = _transformers_classifier(config)
-        usable = known is None or _has_score(known, config)
-    if known is not None and not usable:
+        classifier = _transformers_classifier(config)
+        is_usable = classifier is None or _has_score(classifier, config)
+    if classifier is not None and not is_usable:
         raise UserError(
-            f"{folder}: {known.__name__} has no head named '{SCORE}' that scores every token; take"
-            " the one-label classifier of a decoder, such as LlamaForSequenceClassification, or"
-            " train a reward model (step 2)"
+            f"{folder}: {classifier.__name__} has no head named '{SCORE}' that scores every token;"
+            " take the one-label classifier of a decoder, such as LlamaForSequenceClassification,"
+            " or train a reward model (step 2)"
         )
 
 
@@ -180,27 +181,27 @@ def classifier_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     transformers, which then loads the saved model, or else `<Architecture>WithScalarHead`, which
     only this project loads: the base class and backbone of the language model, and a linear head
     without bias. Building may raise almost any exception."""
-    known = _transformers_classifier(config)
-    if known is not None and _has_score(known, config):
-        return known
+    classifier = _transformers_classifier(config)
+    if classifier is not None and _has_score(classifier, config):
+        return classifier
     lm = lm_without_weights(config)
     lm_class = type(lm)
-    name = _backbone_name(lm)
-    base: Any = [
-        c for c in lm_class.__mro__ if issubclass(c, PreTrainedModel) and c is not PreTrainedModel
-    ][-1]
+    backbone_name = _backbone_name(lm)
+    bases = [c for c in lm_class.__mro__ if issubclass(c, PreTrainedModel)]
+    # the last but PreTrainedModel, which the architecture's models share: LlamaPreTrainedModel, ...
+    base: Any = bases[-2]
 
     def init(self: Any, config: PretrainedConfig) -> None:
         base.__init__(self, config)
         # as the language model builds it, without a pooler
-        setattr(self, name, backbone_of(lm_class(config)))
+        setattr(self, backbone_name, backbone_of(lm_class(config)))
         self.score = nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
         self.post_init()
 
     stem = lm_class.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     members = {
         "__init__": init,
-        "base_model_prefix": name,
+        "base_model_prefix": backbone_name,
         "config_class": lm_class.config_class,
         # transformers reads its source to find which kernels can be replaced
         "__module__": lm_class.__module__,
@@ -211,8 +212,8 @@ def classifier_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 def config_for(kind: Any, config: PretrainedConfig) -> PretrainedConfig:
     """`config` with one label; its text part for a class of text models, as in transformers' auto
     classes."""
-    is_text = kind.config_class is config.sub_configs.get("text_config")
-    config = config.get_text_config() if is_text else config
+    if kind.config_class is config.sub_configs.get("text_config"):
+        config = config.get_text_config()
     config.num_labels = 1
     return config
 
@@ -232,11 +233,14 @@ def lm_head_names(config: PretrainedConfig) -> Set[str]:
 
 
 def _transformers_classifier(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    known: Any = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
-    return known
+    """transformers' sequence classifier for a configuration; None: it has none."""
+    classifiers: Any = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    classifier: type[PreTrainedModel] | None = classifiers.get(type(config), None)
+    return classifier
 
 
 def _has_score(kind: Any, config: PretrainedConfig) -> bool:
+    """Whether the class `kind` of classifiers has a head named `score`."""
     config = config_for(kind, config)
     key = (kind, config.to_json_string(use_diff=False))
     if key not in _HAS_SCORE:
@@ -260,5 +264,6 @@ def backbone_of(lm: Any) -> Any:
 
 
 def _backbone_name(lm: PreTrainedModel) -> str:
+    """The attribute of a language model that holds its backbone."""
     backbone = backbone_of(lm)
     return next(name for name, module in lm.named_children() if module is backbone)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -85,19 +86,51 @@ def load_config(folder: str, flag: str) -> PretrainedConfig:
     return config
 
 
+@dataclass(frozen=True)
+class ModelChanges:
+    """What a loaded model has otherwise than its folder.
+
+    Attributes:
+        dropout: overrides every dropout of the config; no layer is then skipped in training. None:
+            as the config says.
+        resize: add rows for tokens of the folder's tokenizer that have none (`grow_vocabulary`).
+        adapter: add a LoRA adapter; if the folder is an adapter folder, continue that one. Without
+            it an adapter folder is merged into the weights of its base.
+    """
+
+    dropout: float | None = None
+    resize: bool = False
+    adapter: AdapterSettings | None = None
+
+
+AS_SAVED = ModelChanges()
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The model that a folder holds, and how transformers builds it."""
+
+    folder: str
+    config: PretrainedConfig
+    kind: Any  # a class, or an auto class, whose `from_pretrained` reads the weights
+    build: Callable[[], PreTrainedModel]  # makes the model without the weights of the folder
+    # patterns that rename weights of the checkpoint
+    key_mapping: dict[str, str] | None = None
+
+
 def require_length(folder: str, longest: int, flags: str) -> None:
     """Require that the model can read rows of `longest` tokens (set by `flags`). Learned positions
     must cover them; of rotary ones, `MAX_EXTRAPOLATION` times the known positions, with a
     warning."""
     config = load_config(folder, "model").get_text_config()
-    known = getattr(config, "max_position_embeddings", None)
-    if known is None or longest <= known - first_position(config):
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is None or longest <= positions - first_position(config):
         return
-    known -= first_position(config)
+    positions -= first_position(config)
     beyond = (
-        f"{flags} of {longest} tokens goes beyond the {known} positions of {shown_path(folder)}"
+        f"{flags} of {longest} tokens goes beyond the {positions} positions of {shown_path(folder)}"
     )
-    if not hasattr(config, "rope_parameters") or longest > MAX_EXTRAPOLATION * known:
+    if not hasattr(config, "rope_parameters") or longest > MAX_EXTRAPOLATION * positions:
         raise UserError(f"{beyond}; lower it")
     log_once(f"{beyond}; it was not trained on longer rows: lower it", logging.WARNING)
 
@@ -154,35 +187,32 @@ def load_causal_lm(
     folder: str,
     dtype: str,
     ds_config: dict[str, Any] | None,
-    dropout: float | None = None,
-    resize: bool = False,
-    adapter: AdapterSettings | None = None,
+    changes: ModelChanges = AS_SAVED,
     device: str | None = None,
 ) -> PreTrainedModel:
     """A checked causal language model, ready for `deepspeed.initialize` with the same `ds_config`.
 
     Args:
+        folder: of a model, or of an adapter.
         dtype: "bf16", "fp16" or "fp32".
-        dropout: overrides every dropout of the config; no layer is then skipped in training.
-        resize: add rows for tokens of the folder's tokenizer that have none (`grow_vocabulary`).
-        adapter: add a LoRA adapter; if `folder` is an adapter folder, continue that one. Without it
-            an adapter folder is merged into the weights of its base.
+        ds_config: of the engine that will hold the model; None: it gets none. With ZeRO-3 the
+            weights are partitioned while they are loaded.
+        changes: what it has otherwise than its folder.
         device: "meta" builds the model without its weights; None loads them.
     """
     check_causal_lm(folder)
-    config = _with_dropout(load_config(folder, "model"), dropout)
+    config = _with_dropout(load_config(folder, "model"), changes.dropout)
     build = partial(AutoModelForCausalLM.from_config, config)
-    return _loaded(
-        AutoModelForCausalLM, build, folder, config, dtype, ds_config, resize, adapter, device
-    )
+    source = _Source(folder, config, AutoModelForCausalLM, build)
+    return _load(source, dtype, ds_config, changes, device)
 
 
 def check_sequence_classifier(
     folder: str, new_head: bool, adapter: AdapterSettings | None = None
 ) -> bool:
-    """Compare the checkpoint with a one-label sequence classifier, without reading the weights.
-    Returns whether it has no head, which `new_head` (training a reward model) allows: it will be
-    new."""
+    """Compare the checkpoint with a one-label sequence classifier, without reading the weights, and
+    try to add the `adapter`. Returns whether it has no head, which `new_head` (training a reward
+    model) allows: it will be new."""
     config = load_config(folder, "model")
     check_classifier_config(config, folder)
     with reading(f"{folder}: no reward model can be built from its config.json"):
@@ -192,9 +222,8 @@ def check_sequence_classifier(
     base = base_folder(folder, "model")
     has_head = base != folder and saves_head(folder)
     mapping = _deepspeed_chat_mapping(base, kind)
-    is_new = (
-        bool(check_weights(kind, base, config, mapping, {SCORE_WEIGHT}, unused)) and not has_head
-    )
+    missing = check_weights(kind, base, config, mapping, {SCORE_WEIGHT}, unused)
+    is_new = bool(missing) and not has_head
     if is_new and not new_head:
         raise UserError(
             f"{folder}: has no trained scalar head ({SCORE_WEIGHT}), so it is a language model and"
@@ -204,14 +233,12 @@ def check_sequence_classifier(
     return is_new
 
 
-def load_sequence_classifier(  # noqa: PLR0913
+def load_sequence_classifier(
     folder: str,
     dtype: str,
     ds_config: dict[str, Any] | None,
     new_head: bool,
-    dropout: float | None = None,
-    resize: bool = False,
-    adapter: AdapterSettings | None = None,
+    changes: ModelChanges = AS_SAVED,
     device: str | None = None,
     zero_head: bool = False,
 ) -> PreTrainedModel:
@@ -224,22 +251,12 @@ def load_sequence_classifier(  # noqa: PLR0913
         logger().info(
             f"model: {folder} has no scalar head; a new one is initialised and will be trained"
         )
-    config = _with_dropout(load_config(folder, "model"), dropout)
+    config = _with_dropout(load_config(folder, "model"), changes.dropout)
     kind = classifier_class(config)
     config = config_for(kind, config)
-    names = _deepspeed_chat_mapping(base_folder(folder, "model"), kind) or None
-    model = _loaded(
-        kind,
-        partial(kind, config),
-        folder,
-        config,
-        dtype,
-        ds_config,
-        resize,
-        adapter,
-        device,
-        names,
-    )
+    mapping = _deepspeed_chat_mapping(base_folder(folder, "model"), kind) or None
+    source = _Source(folder, config, kind, partial(kind, config), mapping)
+    model = _load(source, dtype, ds_config, changes, device)
     if is_new and zero_head:
         head = model.get_parameter(SCORE_WEIGHT)
         with deepspeed.zero.GatheredParameters([head], modifier_rank=0):
@@ -247,37 +264,39 @@ def load_sequence_classifier(  # noqa: PLR0913
     return model
 
 
-def _loaded(  # noqa: PLR0913
-    kind: Any,
-    build: Callable[[], PreTrainedModel],
-    folder: str,
-    config: PretrainedConfig,
+def _load(
+    source: _Source,
     dtype: str,
     ds_config: dict[str, Any] | None,
-    resize: bool,
-    adapter: AdapterSettings | None,
+    changes: ModelChanges,
     device: str | None,
-    key_mapping: dict[str, str] | None = None,
 ) -> PreTrainedModel:
+    """Load a model and make the `changes` but the dropout, which its config has already. The
+    arguments are those of `load_causal_lm`."""
+    folder = source.folder
     base = base_folder(folder, "model")
     if device:
-        placed = {"device_map": device}
+        options: dict[str, Any] = {"device_map": device}
     else:
-        placed = quantised_base(build, adapter, DTYPES[dtype], ds_config)
+        options = quantised_base(source.build, changes.adapter, DTYPES[dtype], ds_config)
     with _loading(base, ds_config, device):
-        model = kind.from_pretrained(
-            base, config=config, dtype=DTYPES[dtype], key_mapping=key_mapping, **placed
+        model: PreTrainedModel = source.kind.from_pretrained(
+            base,
+            config=source.config,
+            dtype=DTYPES[dtype],
+            key_mapping=source.key_mapping,
+            **options,
         )
-    if resize:
-        known = config.get_text_config().vocab_size
-        needed = len(load_tokenizer(folder, "model"))
-        if grow_vocabulary(model, needed):
+    if changes.resize:
+        rows = source.config.get_text_config().vocab_size
+        tokens = len(load_tokenizer(folder, "model"))
+        if grow_vocabulary(model, tokens):
             logger().info(
-                f"model: {folder} has rows for {known} tokens; adding {needed - known}"
+                f"model: {folder} has rows for {rows} tokens; adding {tokens - rows}"
                 " (--resize_vocabulary)"
             )
-    _adapt(model, folder, adapter)
-    _report_adapter(model, folder, adapter)
+    _adapt(model, folder, changes.adapter)
+    _report_adapter(model, folder, changes.adapter)
     return model
 
 
@@ -295,6 +314,8 @@ def _with_dropout(config: PretrainedConfig, dropout: float | None) -> Pretrained
 
 
 def _deepspeed_chat_mapping(folder: str, kind: type[PreTrainedModel]) -> dict[str, str]:
+    """Patterns that rename the weights of DeepSpeed-Chat's reward models to those of the class
+    `kind`; {} if the folder holds another model."""
     if not any(name.startswith("v_head.") for name in checkpoint_shapes(folder)):
         return {}
     return {r"^rwtransformer\.": f"{kind.base_model_prefix}.", r"^v_head\.": f"{SCORE}."}
@@ -311,26 +332,28 @@ def check_adapter(
 
 
 def _adapt(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None) -> None:
-    """Give `model`, loaded from the base of `folder`, an `adapter`, or that of the folder further;
-    None: merged."""
-    if adapter is not None:
-        add_adapter(model, adapter, folder=folder if is_adapter_folder(folder) else None)
-    elif is_adapter_folder(folder):
-        load_merged(model, folder)
+    """Give `model`, loaded from the base of `folder`, an `adapter`: that of an adapter folder, to
+    train it further, or a new one. None: that of an adapter folder is merged."""
+    if adapter is None:
+        if is_adapter_folder(folder):
+            load_merged(model, folder)
+        return
+    continued_folder = None
+    if is_adapter_folder(folder):
+        continued_folder = folder
+    add_adapter(model, adapter, folder=continued_folder)
 
 
 def _report_adapter(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None) -> None:
+    """Log what `_adapt` has done."""
     if is_adapter_folder(folder):
-        if adapter is None:
-            ignored = []
-            done = "is merged into its base model"
-        else:
-            ignored = ignored_flags(folder, adapter)
-            done = "is trained further with its layers and scale"
-        note = ""
-        if ignored:
-            note = f"; {', '.join(ignored)} without effect"
-        logger().info(f"model: the adapter in {folder} {done}{note}")
+        use = "is merged into its base model"
+        if adapter is not None:
+            use = "is trained further with its layers and scale"
+            flags = ignored_flags(folder, adapter)
+            if flags:
+                use += f"; {', '.join(flags)} without effect"
+        logger().info(f"model: the adapter in {folder} {use}")
     if adapter is not None:
         trained = 0
         total = 0

@@ -66,7 +66,7 @@ OF_A_RUN = {
     "chunk_size_feed_forward": 0,
     "rescale_every": 0,
 }
-MOST_PARTS = 10_000  # layers or labels
+MOST_LAYERS_OR_LABELS = 10_000
 
 
 def check_settings(folder: str, refused: str) -> None:
@@ -76,30 +76,32 @@ def check_settings(folder: str, refused: str) -> None:
         settings = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     if not isinstance(settings, dict):
         raise UserError(f"{refused}: it is not a JSON object")
-    found = list(_all_settings(settings))
-    for name, value in found:  # before transformers builds so many parts
-        if (
-            name.endswith(("layer", "layers", "labels"))
-            and isinstance(value, (int, float))
-            and value > MOST_PARTS
-        ):
-            raise UserError(f"{refused}: '{name}' is above {MOST_PARTS}, which no model has")
-    for value in (value for name, value in found if name == "quantization_config" and value):
-        if isinstance(value, dict):
-            method = value.get("quant_method", "unnamed")
-        else:
+    all_settings = list(_all_settings(settings))
+    for name, value in all_settings:  # before transformers builds so many layers
+        is_count = name.endswith(("layer", "layers", "labels")) and isinstance(value, (int, float))
+        if is_count and value > MOST_LAYERS_OR_LABELS:
+            raise UserError(
+                f"{refused}: '{name}' is above {MOST_LAYERS_OR_LABELS}, which no model has"
+            )
+    code_names = set()
+    run_names = set()
+    for name, value in all_settings:
+        if name == "quantization_config" and value:
             method = value
-        raise UserError(
-            f"{refused}: its weights are quantised ('quantization_config', method {method}); use"
-            " the model with unquantised weights, and --load_in_4bit for QLoRA"
-        )
-    ignored = {
-        "a model folder does not choose code": {
-            n for n, value in found if n.strip("_") in IGNORED and value
-        },
-        "this run sets it": {n for n, value in found if n in OF_A_RUN and value != OF_A_RUN[n]},
-    }
-    for reason, names in ignored.items():
+            if isinstance(value, dict):
+                method = value.get("quant_method", "unnamed")
+            raise UserError(
+                f"{refused}: its weights are quantised ('quantization_config', method {method});"
+                " use the model with unquantised weights, and --load_in_4bit for QLoRA"
+            )
+        if name.strip("_") in IGNORED and value:
+            code_names.add(name)
+        if name in OF_A_RUN and value != OF_A_RUN[name]:
+            run_names.add(name)
+    for names, reason in (
+        (code_names, "a model folder does not choose code"),
+        (run_names, "this run sets it"),
+    ):
         if names:
             log_once(
                 f"{folder}: {', '.join(sorted(names))} in config.json is ignored; {reason}",
@@ -108,6 +110,7 @@ def check_settings(folder: str, refused: str) -> None:
 
 
 def _all_settings(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The name and value of each setting, those of nested objects too."""
     for name, value in settings.items():
         yield name, value
         if isinstance(value, dict):
@@ -121,17 +124,17 @@ def without_code(config: PretrainedConfig) -> PretrainedConfig:
     config._attn_implementation = None  # those of nested configurations too
     config._experts_implementation = None
     nested = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
-    for part in (config, *nested):
+    for each_config in (config, *nested):
         for name in IGNORED:
-            if name in vars(part):
-                delattr(part, name)
+            if name in vars(each_config):
+                delattr(each_config, name)
         for name, value in OF_A_RUN.items():
-            if getattr(part, name, value) != value:
-                setattr(part, name, value)
+            if getattr(each_config, name, value) != value:
+                setattr(each_config, name, value)
     return config
 
 
-_SETTINGS_ONLY = [False]
+_SETTINGS_ONLY = [False]  # whether a block of `settings_only` is open
 
 
 @contextmanager
@@ -139,7 +142,8 @@ def settings_only() -> Iterator[None]:
     """In the block, models without their weights are judged by their settings (`--dry_run`).
     `download` fetches settings and tokenizers, and the weights of a folder without any are not
     compared with its `config.json`."""
-    before, _SETTINGS_ONLY[0] = _SETTINGS_ONLY[0], True
+    before = _SETTINGS_ONLY[0]
+    _SETTINGS_ONLY[0] = True
     try:
         yield
     finally:
@@ -151,10 +155,15 @@ def wants_settings_only() -> bool:
     return _SETTINGS_ONLY[0]
 
 
-def files_of(folder: str) -> tuple[Any, ...]:
-    """A key for what is kept of a folder while its files stay as they are."""
-    found = [(path.name, path.stat()) for path in sorted(Path(folder).iterdir()) if path.is_file()]
-    return folder, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+def files_key(folder: str) -> tuple[Any, ...]:
+    """A dictionary key that changes with the folder's files: its path, and the name, size and time
+    of each file."""
+    entries = []
+    for path in sorted(Path(folder).iterdir()):
+        if path.is_file():
+            stat = path.stat()
+            entries.append((path.name, stat.st_size, stat.st_mtime_ns))
+    return folder, *entries
 
 
 ADAPTER = "default"  # peft's name of a model's only adapter
@@ -223,10 +232,12 @@ def model_folder(name: str, flag: str, revision: str | None = None) -> str:
         if not (Path(name) / "config.json").exists() and not is_adapter_folder(name):
             # as in the output of step 3
             inner = sorted(str(path.parent) for path in Path(name).glob("*/config.json"))
-            meant = f"; did you mean {' or '.join(inner)}?" if inner else ""
+            hint = ""
+            if inner:
+                hint = f"; did you mean {' or '.join(inner)}?"
             raise UserError(
                 f"{flag} {name}: the folder has no config.json, so it is not a Hugging Face"
-                f" model{meant}"
+                f" model{hint}"
             )
         return name
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -245,10 +256,11 @@ def base_name(folder: str) -> tuple[str, str | None]:
     """The name under which other programs find the model of a local folder, and its revision on the
     hub. `models--org--name/snapshots/revision`, in the hub's cache, is `org/name`; other folders
     are absolute paths."""
-    found = re.search(r"models--([^/]+)/snapshots/([0-9a-f]+)/?$", folder)
-    if found is not None:
-        return found[1].replace("--", "/"), found[2]
-    return str(Path(folder).resolve()), None
+    in_hub_cache = re.search(r"models--([^/]+)/snapshots/([0-9a-f]+)/?$", folder)
+    if in_hub_cache is None:
+        return str(Path(folder).resolve()), None
+    repository, revision = in_hub_cache.groups()
+    return repository.replace("--", "/"), revision
 
 
 def is_adapter_folder(folder: str) -> bool:
@@ -284,18 +296,20 @@ def base_folder(folder: str, flag: str) -> str:
 def with_bases(models: Sequence[tuple[str, str | None]]) -> list[tuple[str, str | None]]:
     """(flag, local folder) of models, and of bases of adapter folders. Collective: one may have to
     be downloaded."""
-    bases = [
-        (f"the base of {flag}", base_folder(folder, flag))
-        for flag, folder in models
-        if folder is not None
-    ]
-    own = {folder for _, folder in models}
-    return [*models, *((flag, base) for flag, base in bases if base not in own)]
+    folders = {folder for _, folder in models}
+    bases = []
+    for flag, folder in models:
+        if folder is not None:
+            base = base_folder(folder, flag)
+            if base not in folders:
+                bases.append((f"the base of {flag}", base))
+    return [*models, *bases]
 
 
 def read_adapter_config(folder: str, flag: str) -> dict[str, Any]:
-    """The settings in `adapter_config.json`, which must describe LoRA matrices of linear layers,
-    that peft gets: a closed list, so that a folder names no code."""
+    """The settings in `adapter_config.json` that peft gets: a closed list, so that a folder names
+    no code. `UserError`: they do not describe LoRA matrices of linear layers, or the scale is not a
+    number."""
     file = Path(folder) / ADAPTER_CONFIG
     with reading(f"{flag} {file}: cannot be used"):
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -303,7 +317,7 @@ def read_adapter_config(folder: str, flag: str) -> dict[str, Any]:
         raise UserError(f"{flag} {file}: must be a JSON object")
     kind = config.get("peft_type")
     start = config.get("init_lora_weights", True)
-    others = sorted(
+    unknown_settings = sorted(
         name for name, value in config.items() if value and name not in _USED | _NO_EFFECT
     )
     unusable = {
@@ -312,12 +326,12 @@ def read_adapter_config(folder: str, flag: str) -> dict[str, Any]:
         f"LoRA that changed the weights of its base (init_lora_weights {start})": (
             isinstance(start, str) and start not in ("gaussian", "eva", "orthogonal")
         ),
-        f"LoRA with {', '.join(others)}": bool(others),
+        f"LoRA with {', '.join(unknown_settings)}": bool(unknown_settings),
     }
-    for what, holds in unusable.items():
-        if holds:
+    for description, applies in unusable.items():
+        if applies:
             raise UserError(
-                f"{flag} {folder}: holds {what}; merge it into its base with peft"
+                f"{flag} {folder}: holds {description}; merge it into its base with peft"
                 " (merge_and_unload) and save that"
             )
     scales = {"lora_alpha": config.get("lora_alpha", 1)}
@@ -369,20 +383,27 @@ def _loaded_name(saved: str) -> str:
     return re.sub(r"\.(lora_(?:A|B))\.weight$", rf".\1.{ADAPTER}.weight", saved)
 
 
-def wanted_files(files: list[str], weights: bool = True) -> list[str]:
+def files_to_download(files: list[str], weights: bool = True) -> list[str]:
     """A repository's files that a model needs: top-level settings, chat templates, and weights of
     one format. Without `weights`, only those of an adapter, which are small and say what it
     adds."""
-    top = [name for name in files if "/" not in name]
-    settings = [name for name in top if any(fnmatch.fnmatch(name, pattern) for pattern in SETTINGS)]
-    settings += fnmatch.filter(files, TEMPLATES)
-    for patterns in WEIGHTS if weights or "adapter_config.json" in top else ():
-        found = [
-            name for name in top if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
-        ]
-        if found:
-            return settings + found
-    return settings
+    top_level = [name for name in files if "/" not in name]
+    needed = _matching(top_level, SETTINGS) + fnmatch.filter(files, TEMPLATES)
+    if weights or ADAPTER_CONFIG in top_level:
+        for patterns in WEIGHTS:
+            weight_names = _matching(top_level, patterns)
+            if weight_names:
+                return needed + weight_names
+    return needed
+
+
+def _matching(names: list[str], patterns: Sequence[str]) -> list[str]:
+    """The names that match one of the patterns, in their order."""
+
+    def matches(name: str) -> bool:
+        return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+    return [name for name in names if matches(name)]
 
 
 def download(name: str, revision: str | None = None) -> str:
@@ -392,7 +413,7 @@ def download(name: str, revision: str | None = None) -> str:
     download, else almost any exception."""
     try:
         with reading("no answer"):  # the errors of its HTTP library are not part of its interface
-            found = huggingface_hub.HfApi().model_info(
+            repository = huggingface_hub.HfApi().model_info(
                 name, revision=revision, timeout=ANSWER_SECONDS
             )
     except UserError as problem:
@@ -400,15 +421,18 @@ def download(name: str, revision: str | None = None) -> str:
         if isinstance(problem.__cause__, (HfHubHTTPError, ValueError)):
             raise problem.__cause__ from None
         return _earlier_download(name, revision, problem)
-    files = [entry.rfilename for entry in found.siblings or []]
-    wanted = wanted_files(files, weights=not wants_settings_only())
-    return str(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=wanted))
+    files = [entry.rfilename for entry in repository.siblings or []]
+    needed = files_to_download(files, weights=not wants_settings_only())
+    return str(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=needed))
 
 
 def _earlier_download(name: str, revision: str | None, problem: UserError) -> str:
     """The folder of an earlier download, which holds the weights of one format only, or with
     `settings_only` none."""
-    for patterns in (*WEIGHTS, ("config.json",)) if wants_settings_only() else WEIGHTS:
+    choices = list(WEIGHTS)
+    if wants_settings_only():
+        choices.append(("config.json",))
+    for patterns in choices:
         # not downloaded, or a file of this format is missing
         with suppress(LocalEntryNotFoundError):
             folder = huggingface_hub.snapshot_download(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,18 +72,18 @@ class SavedForm:
     dtype: torch.dtype | None = None
 
 
-def saved_dtype(module: WrappedModel, wanted: str | None) -> torch.dtype | None:
-    """The number format of a saved model: that which `--save_dtype` names, else that of the folder
-    from which `module` was loaded; None if that has no weights in such a format."""
-    if wanted is not None:
-        return DTYPES[wanted]
+def saved_dtype(module: WrappedModel, save_dtype: str | None) -> torch.dtype | None:
+    """The number format of a saved model: `save_dtype`, the value of the flag, else that of the
+    folder from which `module` was loaded; None if that has no weights in such a format."""
+    if save_dtype is not None:
+        return DTYPES[save_dtype]
     start = module.pretrained.name_or_path
     if start and Path(start).is_dir():
         return checkpoint_dtype(start)
     return None
 
 
-def in_format(
+def cast_weights(
     state: dict[str, Tensor], dtype: torch.dtype | None, folder: str | Path
 ) -> dict[str, Tensor]:
     """The weights of a model in a number format (None: as they are). If a finite weight is beyond
@@ -93,7 +93,7 @@ def in_format(
     if dtype is None:
         return state
     for name, weight in state.items():
-        if weight.is_floating_point() and not fits(weight, dtype):
+        if weight.is_floating_point() and not is_within_range(weight, dtype):
             logger().warning(
                 f"{folder}: saved in {weight.dtype}, because {name} has numbers beyond the range of"
                 f" {dtype} (--save_dtype)"
@@ -105,7 +105,7 @@ def in_format(
     return state
 
 
-def fits(weight: Tensor, dtype: torch.dtype) -> bool:
+def is_within_range(weight: Tensor, dtype: torch.dtype) -> bool:
     """Whether all numbers of a weight are within the range of a number format."""
     if weight.numel() == 0:
         return True
@@ -118,7 +118,7 @@ def require_finite_weights(role: str, engine: Engine) -> None:
     gradients can overflow. Collective: all raise the error. The check reads the weights in the
     number format of training; an fp32 master weight that is not finite, or beyond the range of
     fp16, shows there."""
-    bad = []
+    not_finite = []  # names of weights
     for name, weight in engine.module.named_parameters():
         if dist.is_partitioned(weight):
             shard = dist.rank_shard(weight)[1]
@@ -126,44 +126,42 @@ def require_finite_weights(role: str, engine: Engine) -> None:
             shard = weight.detach()
         # Without a copy: the least and the largest number are NaN if any number is.
         if shard.numel() and not torch.stack(torch.aminmax(shard)).isfinite().all():
-            bad.append(name)
+            not_finite.append(name)
     problem = None
-    if bad:
-        problem = f"rank {dist.rank()}: {bad[0]}" + (
-            f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-        )
-    first = dist.first_problem(problem)
-    if first is not None:
+    if not_finite:
+        problem = f"rank {dist.rank()}: {not_finite[0]}"
+        if len(not_finite) > 1:
+            problem += f" and {len(not_finite) - 1} more"
+    first_problem = dist.first_problem(problem)
+    if first_problem is not None:
         raise NonFiniteError(
-            f"{role}: weights are not finite ({first}): an update overflowed although its gradients"
-            " were finite. They are not saved. Lower the learning rate or raise --adam_epsilon;"
-            " --resume_force resumes from the newest checkpoint"
+            f"{role}: weights are not finite ({first_problem}): an update overflowed although its"
+            " gradients were finite. They are not saved. Lower the learning rate or raise"
+            " --adam_epsilon; --resume_force resumes from the newest checkpoint"
         )
 
 
 def gather_state(
-    model: nn.Module, wanted: Callable[[str], bool] | None = None
+    model: nn.Module, includes: Callable[[str], bool] | None = None
 ) -> dict[str, Tensor]:
     """All weights of `model` in host memory on rank 0, {} elsewhere. Under ZeRO-3 one tensor is
-    gathered at a time. Collective. `wanted`: name of a parameter -> whether to take it; None: all
+    gathered at a time. Collective. `includes`: name of a parameter -> whether to take it; None: all
     parameters, and the buffers."""
     import deepspeed
 
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        if wanted is not None and not wanted(name):
+        if includes is not None and not includes(name):
             continue
         heartbeat()
         with deepspeed.zero.GatheredParameters([parameter]):
             if dist.is_main():
                 state[name] = parameter.detach().to("cpu", copy=True)
-    if dist.is_main() and wanted is None:
-        persistent = model.state_dict()
-        state |= {
-            name: b.detach().to("cpu", copy=True)
-            for name, b in model.named_buffers()
-            if name in persistent
-        }
+    if dist.is_main() and includes is None:
+        persistent_names = model.state_dict().keys()
+        for name, buffer in model.named_buffers():
+            if name in persistent_names:
+                state[name] = buffer.detach().to("cpu", copy=True)
     return state
 
 
@@ -194,10 +192,15 @@ def save_model(
     as_adapter = bool(adapter_layers(model)) and (
         not form.merge or bool(getattr(model, "is_quantized", False))
     )
-    state = gather_state(model, is_in_adapter_folder if as_adapter else None) | dict(weights or {})
+    includes: Callable[[str], bool] | None = None
+    if as_adapter:
+        includes = is_in_adapter_folder
+    state = gather_state(model, includes)
+    if weights is not None:
+        state |= weights
     problem = None
     if dist.is_main():
-        state = in_format(state, form.dtype, folder)
+        state = cast_weights(state, form.dtype, folder)
         form = replace(form, merge=not as_adapter)
         problem = write_model(engine.module, state, tokenizer, folder, described, form)
     problem = dist.broadcast_object(problem)
@@ -218,36 +221,34 @@ def write_model(
     folder only the weights of the adapter and of a score head, all in the number format in which
     they are written. The other arguments are those of `save_model`."""
     model: PreTrainedModel = module.pretrained
-    ends = form.ends
     model.config.dtype = next(iter(state.values())).dtype
     for name, value in (described or {}).items():
         if value is not None:
             setattr(model.config, name, value)
         elif hasattr(model.config, name):
             delattr(model.config, name)
-    if not isinstance(module, ScalarModel):
-        model.generation_config = _config_for_generation(model, tokenizer, ends)
-    elif (
-        first_position(model.config) == 0
-    ):  # RoBERTa-like models count positions from PAD, so they keep it
+    is_lm = not isinstance(module, ScalarModel)
+    if is_lm:
+        model.generation_config = _config_for_generation(model, tokenizer, form.ends)
+    elif first_position(model.config) == 0:
         # transformers scores a row at its last non-PAD token, so PAD must not be a token that ends
-        # rows.
+        # rows. (RoBERTa-like models count positions from PAD, so they keep it.)
         pad = tokenizer.pad_token_id
-        model.config.pad_token_id = None if pad in (tokenizer.eos_token_id, *ends) else pad
+        if pad in (tokenizer.eos_token_id, *form.ends):
+            pad = None
+        model.config.pad_token_id = pad
     folder = Path(folder)
     as_adapter = not form.merge and bool(adapter_layers(model))
+    other_form = OF_ADAPTERS
+    if as_adapter:
+        other_form = OF_WHOLE_MODELS
     try:
         unfinished = empty_folder(folder / PARTIAL)
         with torch.no_grad(), watchdog_paused():
             if as_adapter:
                 _write_adapter(model, state, unfinished)
             else:
-                _write_whole(
-                    model,
-                    merged_state(model, state),
-                    unfinished,
-                    not isinstance(module, ScalarModel),
-                )
+                _write_whole_model(model, merged_state(model, state), unfinished, is_lm)
             tokenizer.save_pretrained(unfinished)
             if form.card is not None:
                 text = form.card(as_adapter, tokenizer.chat_template is not None)
@@ -258,23 +259,28 @@ def write_model(
             if file.is_file():
                 file.chmod(readable)
         # An earlier run may have left the other form, as which the folder would be read.
-        for pattern in OF_WHOLE_MODELS if as_adapter else OF_ADAPTERS:
+        for pattern in other_form:
             for file in folder.glob(pattern):
                 file.unlink()
         move_files_up(unfinished)
     except (OSError, SafetensorError) as problem:
-        if isinstance(problem, OSError):
-            reason = str(problem.strerror)
-            number = problem.errno
-        else:
-            reason = str(problem)
-            named = re.search(r"os error (\d+)", reason)
-            number = int(named[1]) if named else None
+        reason, error_number = _why_not_written(problem)
         return (
-            f"{folder}: the model cannot be written ({reason}); {way_out(number)}, then run the"
-            " same command again"
+            f"{folder}: the model cannot be written ({reason}); {way_out(error_number)}, then run"
+            " the same command again"
         )
     return None
+
+
+def _why_not_written(problem: OSError | SafetensorError) -> tuple[str, int | None]:
+    """The reason of the operating system, and its `errno`; None: it is not known."""
+    if isinstance(problem, OSError):
+        return str(problem.strerror), problem.errno
+    reason = str(problem)
+    error_number = re.search(r"os error (\d+)", reason)
+    if error_number is None:
+        return reason, None
+    return reason, int(error_number[1])
 
 
 def is_in_adapter_folder(name: str) -> bool:
@@ -291,7 +297,9 @@ def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Ten
     if not state:
         return merged
     for path, layer in adapter_layers(model).items():
-        for name in [name for name in merged if name.startswith(f"{path}.base_layer.")]:
+        prefix = f"{path}.base_layer."
+        base_names = [name for name in merged if name.startswith(prefix)]
+        for name in base_names:
             merged[name.replace(".base_layer.", ".")] = merged.pop(name)
         weight = merged[f"{path}.weight"]
         weight_with_adapter = merged_weight(layer, weight, *matrices_of(state, path))
@@ -299,15 +307,18 @@ def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Ten
     return merged
 
 
-def _write_whole(
+def _write_whole_model(
     model: PreTrainedModel, state: dict[str, Tensor], folder: Path, is_lm: bool
 ) -> None:
-    # Save under the names of the architecture's checkpoints on the hub, which other programs read
-    # too (of each expert, not of all of a layer), and not under those of the checkpoint loaded,
-    # such as DeepSpeed-Chat's; but a text model out of one of images and text has its names there.
+    """Write weights `state` and configurations under the names of the architecture's checkpoints on
+    the hub, which other programs read too (of each expert, not of all of a layer), and not under
+    those of the checkpoint loaded, such as DeepSpeed-Chat's; but a text model out of one of images
+    and text has its names there."""
     source = Path(model.name_or_path or "/nowhere")  # empty: made from a configuration
-    around = _config_around(model, source) if is_lm else None
-    if around is None:
+    outer_config = None
+    if is_lm:
+        outer_config = _config_around(model, source)
+    if outer_config is None:
         model._weight_conversions = None  # type: ignore[assignment]
     dtype = model.config.dtype  # in place of which transformers writes that of the model in memory
     model.save_pretrained(folder, state_dict=state)
@@ -315,14 +326,16 @@ def _write_whole(
     model.config.save_pretrained(folder)
     if is_lm:
         _add_untrained(model, source, folder)
-    if around is not None:
-        around.text_config = model.config
-        around.save_pretrained(folder)
+    if outer_config is not None:
+        outer_config.text_config = model.config
+        outer_config.save_pretrained(folder)
         for file in source.glob("*processor*_config.json"):
             shutil.copy(file, folder)
 
 
 def _config_around(model: PreTrainedModel, source: Path) -> Any:
+    """The configuration in `source` of a model of images and text whose text model is `model`; None
+    if `model` is the whole one."""
     if not (source / "config.json").is_file():
         return None
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
@@ -338,36 +351,40 @@ def _add_untrained(model: PreTrainedModel, source: Path, folder: Path) -> None:
     patterns = model._keys_to_ignore_on_load_unexpected
     if not patterns or not source.is_dir():
         return
-    saved = {name: file for file in weight_files(str(folder)) for name in _names_in(file)}
-    added = {
-        name: file
-        for file in weight_files(str(source))
-        if file.suffix == ".safetensors"
-        for name in _names_in(file)
-        if name not in saved
-        and _NOT_TEXT.search(name)
-        and any(re.search(pattern, name) for pattern in patterns)
-    }
-    if not added:
+
+    def is_left_out(name: str) -> bool:
+        is_ignored = any(re.search(pattern, name) for pattern in patterns)
+        return is_ignored and _NOT_TEXT.search(name) is not None
+
+    file_of_weight: dict[str, str] = {}  # name of a weight -> name of its file in the folder
+    for file in weight_files(str(folder)):
+        file_of_weight |= dict.fromkeys(_names_in(file), file.name)
+    added_weights: dict[str, Tensor] = {}
+    for file in weight_files(str(source)):
+        if file.suffix == ".safetensors":
+            names = [name for name in _names_in(file) if name not in file_of_weight]
+            added_weights |= _read_weights(file, filter(is_left_out, names))
+    if not added_weights:
         return
-    weights = {}
-    for name, file in added.items():
-        with safe_open(file, "pt") as tensors:
-            weights[name] = tensors.get_tensor(name)
-    save_file(weights, folder / UNTRAINED, metadata={"format": "pt"})
-    if (single := folder / SAFE_WEIGHTS_NAME).exists():  # transformers would read this file alone
-        single.rename(folder / TRAINED)
-        saved = dict.fromkeys(saved, folder / TRAINED)
-    places = {name: file.name for name, file in saved.items()} | dict.fromkeys(added, UNTRAINED)
-    index = {
-        "metadata": {"total_size": sum(file.stat().st_size for file in weight_files(str(folder)))}
-    }
-    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(
-        json.dumps({**index, "weight_map": places}, indent=2)
-    )
+    save_file(added_weights, folder / UNTRAINED, metadata={"format": "pt"})
+    single_file = folder / SAFE_WEIGHTS_NAME
+    if single_file.exists():  # transformers would read this file alone
+        single_file.rename(folder / TRAINED)
+        file_of_weight = dict.fromkeys(file_of_weight, TRAINED)
+    file_of_weight |= dict.fromkeys(added_weights, UNTRAINED)
+    total_size = sum(file.stat().st_size for file in weight_files(str(folder)))
+    index = {"metadata": {"total_size": total_size}, "weight_map": file_of_weight}
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
+
+
+def _read_weights(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """The weights of these names in a safetensors file."""
+    with safe_open(file, "pt") as tensors:
+        return {name: tensors.get_tensor(name) for name in names}
 
 
 def _names_in(file: Path) -> list[str]:
+    """The names of the weights in a safetensors file."""
     with safe_open(file, "pt") as tensors:
         return list(tensors.keys())
 
@@ -396,15 +413,16 @@ def _config_for_generation(
     """The model's own generation config, with the EOS, the other ends of a response and the PAD of
     its training."""
     config = model.generation_config or GenerationConfig()
-    if isinstance(config.eos_token_id, list):
-        listed = config.eos_token_id
-    else:
-        listed = [config.eos_token_id]
-    trained = (tokenizer.eos_token_id, *ends)
-    if not set(listed) & set(trained):
-        listed = []  # they belong to another tokenizer
-    stops = list(dict.fromkeys((*trained, *listed)))
-    config.eos_token_id = stops if len(stops) > 1 else stops[0]
+    listed_ends = config.eos_token_id
+    if not isinstance(listed_ends, list):
+        listed_ends = [listed_ends]
+    trained_ends = (tokenizer.eos_token_id, *ends)
+    if not set(listed_ends) & set(trained_ends):
+        listed_ends = []  # they belong to another tokenizer
+    all_ends = list(dict.fromkeys((*trained_ends, *listed_ends)))
+    config.eos_token_id = all_ends
+    if len(all_ends) == 1:
+        config.eos_token_id = all_ends[0]
     config.pad_token_id = tokenizer.pad_token_id
     config.bos_token_id = tokenizer.bos_token_id
     try:

@@ -11,7 +11,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError, reading
-from dschat_ppo.models.model_folders import base_folder, check_settings, files_of, is_adapter_folder
+from dschat_ppo.models.model_folders import (
+    base_folder,
+    check_settings,
+    files_key,
+    is_adapter_folder,
+)
 
 _READ: dict[tuple[Any, ...], PreTrainedTokenizerBase] = {}  # folder and its files -> tokenizer
 
@@ -23,14 +28,13 @@ def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
         folder = base_folder(folder, flag)
     if (Path(folder) / "config.json").exists():  # transformers reads it here too
         check_settings(folder, f"{flag} {folder}: config.json cannot be used")
-    hint = (
-        " (a tokenizer.model alone needs the package sentencepiece)"
-        * (Path(folder) / "tokenizer.model").exists()
-    )
+    hint = ""
+    if (Path(folder) / "tokenizer.model").exists():
+        hint = " (a tokenizer.model alone needs the package sentencepiece)"
     with reading(f"{flag} {folder}: it has no tokenizer, or one that cannot be loaded{hint}"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         words = set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids)
-        # parts that do not match fail only in use; any other text may lack an unknown token
+        # files that do not match fail only in use; any other text may lack an unknown token
         if words:
             tokenizer.encode(tokenizer.decode([min(words)]))
     if not words:  # transformers made an empty one
@@ -49,16 +53,16 @@ def read_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
     """As `load_tokenizer`, for callers that do not change it: loaded once while the folder's files
     stay as they are. A large vocabulary takes a second to load, and step 3 compares that of the
     reward model several times."""
-    key = files_of(folder)
+    key = files_key(folder)
     if key not in _READ:
         _READ[key] = load_tokenizer(folder, flag)
     return _READ[key]
 
 
 def _eos_of_model(folder: str, flag: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """The EOS token that a model's settings name, and their file. The first one, if there are
-    several. A word of the vocabulary is not taken: settings that were copied from another model
-    name any id."""
+    """The EOS token that a model's settings name, and the name of their file; of several tokens the
+    first. A word of the vocabulary is not taken: settings that were copied from another model name
+    any id. `UserError`: they name none."""
     special = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
     for file in ("generation_config.json", "config.json"):
         path = Path(base_folder(folder, flag)) / file
@@ -66,12 +70,13 @@ def _eos_of_model(folder: str, flag: str, tokenizer: PreTrainedTokenizerBase) ->
             continue
         with reading(f"{flag} {path}: cannot be used"):
             settings = json.loads(path.read_text(encoding="utf-8"))
-            ids = settings.get(
-                "eos_token_id", (settings.get("text_config") or {}).get("eos_token_id")
-            )
-        for number in ids if isinstance(ids, list) else [ids]:
-            if number in special:
-                return str(tokenizer.convert_ids_to_tokens(number)), file
+            of_text_model = settings.get("text_config") or {}
+            ids = settings.get("eos_token_id", of_text_model.get("eos_token_id"))
+        if not isinstance(ids, list):
+            ids = [ids]
+        for token_id in ids:
+            if token_id in special:
+                return str(tokenizer.convert_ids_to_tokens(token_id)), file
     raise UserError(
         f"{flag} {folder}: neither the tokenizer nor the model's eos_token_id names an EOS token,"
         " so answers could not end; set eos_token in tokenizer_config.json to a special token of"
@@ -82,4 +87,6 @@ def _eos_of_model(folder: str, flag: str, tokenizer: PreTrainedTokenizerBase) ->
 def filler_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """An id for padding: PAD, or EOS without one. Masks mark the real tokens, so any valid id
     works."""
-    return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
+    if tokenizer.pad_token_id is None:
+        return int(tokenizer.eos_token_id)
+    return int(tokenizer.pad_token_id)

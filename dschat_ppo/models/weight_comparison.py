@@ -13,7 +13,7 @@ from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import log_once
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.adapters import LM_HEADS
-from dschat_ppo.models.model_folders import files_of, wants_settings_only
+from dschat_ppo.models.model_folders import files_key, wants_settings_only
 from dschat_ppo.models.weight_headers import (
     checkpoint_headers,
     checkpoint_shapes,
@@ -35,11 +35,24 @@ def check_weights(
     allowed_missing: Set[str] = frozenset(),
     allowed_unexpected: Set[str] = frozenset(),
 ) -> Set[str]:
-    """Compare the checkpoint with the model on the meta device; returns the allowed names that are
-    missing. The result is kept for files that have not changed, as steps check all models first and
-    again when they load them. With `settings_only`, a folder without weights is not compared.
-    `kind`: a class of models, or an auto class; `key_mapping`: patterns that rename weights of the
-    checkpoint."""
+    """Compare the checkpoint with the model on the meta device. The result is kept for files that
+    have not changed, as steps check all models first and again when they load them. With
+    `settings_only`, a folder without weights is not compared.
+
+    Args:
+        kind: a class of models, or an auto class.
+        folder: that of the checkpoint.
+        config: of the model.
+        key_mapping: patterns that rename weights of the checkpoint.
+        allowed_missing: names of weights that the checkpoint need not have.
+        allowed_unexpected: names of weights that it may have besides.
+
+    Returns:
+        The names of `allowed_missing` that it does not have.
+
+    Raises:
+        UserError: other weights are missing or unexpected, or a shape or a number format differs.
+    """
     if wants_settings_only() and not weight_files(folder):
         log_once(f"note: {folder} holds no weights, so they are not compared with its config.json")
         return frozenset()
@@ -47,7 +60,7 @@ def check_weights(
         kind.__module__,
         kind.__name__,
         config.to_json_string(use_diff=False),
-        *files_of(folder),
+        *files_key(folder),
         *sorted((key_mapping or {}).items()),
         frozenset(allowed_missing),
         frozenset(allowed_unexpected),
@@ -57,20 +70,11 @@ def check_weights(
     info, integers = _compared_by_transformers(kind, folder, config, key_mapping)
     require_floating_point(folder, checkpoint_headers(folder), integers)
     missing = set(info["missing_keys"])
-    unexpected = {name for name in info["unexpected_keys"] if not name.startswith(LM_HEADS)}
-    unexpected -= allowed_unexpected
-    if unexpected:
-        unexpected -= {
-            name for name, shape in checkpoint_shapes(folder).items() if is_old_buffer(name, shape)
-        }
-    wrong_shape = set()
-    for entry in info["mismatched_keys"]:
-        wrong_shape.add(entry[0] if isinstance(entry, tuple) else str(entry))
     faults = []
     for fault, names in (
         ("missing", missing - allowed_missing),
-        ("unexpected", unexpected),
-        ("wrong shape", wrong_shape),
+        ("unexpected", _unexpected_names(info, folder, allowed_unexpected)),
+        ("wrong shape", _names_of_wrong_shape(info)),
     ):
         if names:
             faults.append(f"{fault}: {_first_names(names)}")
@@ -80,6 +84,29 @@ def check_weights(
         )
     _COMPARED[key] = missing & allowed_missing
     return _COMPARED[key]
+
+
+def _unexpected_names(info: Mapping[str, Any], folder: str, allowed: Set[str]) -> set[str]:
+    """The weights in transformers' record that the model does not have, without those `allowed`,
+    output heads of language models, and buffers of old files."""
+    names = {name for name in info["unexpected_keys"] if not name.startswith(LM_HEADS)}
+    names -= allowed
+    if names:
+        for name, shape in checkpoint_shapes(folder).items():
+            if is_old_buffer(name, shape):
+                names.discard(name)
+    return names
+
+
+def _names_of_wrong_shape(info: Mapping[str, Any]) -> set[str]:
+    """The weights in transformers' record whose shape is another one than the model's."""
+    names = set()
+    for entry in info["mismatched_keys"]:  # (name, shape, shape), or a name
+        if isinstance(entry, tuple):
+            names.add(entry[0])
+        else:
+            names.add(str(entry))
+    return names
 
 
 def _compared_by_transformers(

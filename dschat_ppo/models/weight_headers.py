@@ -73,6 +73,7 @@ def checkpoint_dtype(folder: str) -> torch.dtype | None:
 
 
 def format_of(dtype: torch.dtype) -> str:
+    """The name of a dtype in a `WeightHeader`."""
     return FORMATS.get(dtype, str(dtype).removeprefix("torch."))
 
 
@@ -85,9 +86,9 @@ def require_floating_point(
     Buffers that count or mask are integers by right: those of files of 2019 to 2023
     (`is_old_buffer`), and `integer_buffers`, the names of the model's own.
     """
-    own = tuple(integer_buffers)
+    buffer_names = tuple(integer_buffers)
     for name, header in headers.items():
-        is_buffer = is_old_buffer(name, header.shape) or name.endswith(own)
+        is_buffer = is_old_buffer(name, header.shape) or name.endswith(buffer_names)
         if header.number_format not in FORMATS.values() and not is_buffer:
             raise UserError(
                 f"{folder}: {name} in {header.file.name} holds numbers of the format"
@@ -102,13 +103,12 @@ def load_pickled(file: Path, device: str, mmap: bool = False) -> dict[str, torch
     try:
         loaded = torch.load(file, map_location=device, weights_only=True, mmap=mmap)
     except UnpicklingError as problem:
-        named = re.search(r"(?:GLOBAL|class) ([\w.]+)", str(problem))
-        if named:
-            what = f"holds more than weights (it calls {named[1]})"
-        else:
-            what = "holds more than weights, or is damaged"
+        called = re.search(r"(?:GLOBAL|class) ([\w.]+)", str(problem))
+        fault = "holds more than weights, or is damaged"
+        if called:
+            fault = f"holds more than weights (it calls {called[1]})"
         raise UserError(
-            f"{file}: {what}, so it is not loaded; get the model as model.safetensors, or, only if"
+            f"{file}: {fault}, so it is not loaded; get the model as model.safetensors, or, only if"
             ' you trust its author, convert it, which runs its code: python -c "import torch,'
             f" safetensors.torch as s; s.save_file(torch.load('{file}', weights_only=False),"
             " 'model.safetensors')\""
@@ -129,9 +129,9 @@ def is_old_buffer(name: str, shape: Sequence[int]) -> bool:
     - `masked_bias`: the value of masked scores, one number
     - `rotary_emb.inv_freq`: frequencies of the rotary positions, one dimension
     """
-    *ones, rows, columns = shape if len(shape) == 4 else (0, 0, 0)
+    dimensions = len(shape)
     if re.search(r"(^|\.)(attn|attention)\.(bias|causal_mask)$", name):
-        return ones == [1, 1] and rows == columns
+        return dimensions == 4 and shape[0] == shape[1] == 1 and shape[2] == shape[3]
     if re.search(r"(^|\.)(attn|attention)\.masked_bias$", name):
-        return len(shape) == 0
-    return re.search(r"(^|\.)rotary_emb\.inv_freq$", name) is not None and len(shape) == 1
+        return dimensions == 0
+    return re.search(r"(^|\.)rotary_emb\.inv_freq$", name) is not None and dimensions == 1

@@ -17,7 +17,7 @@ from dschat_ppo.data.batches import SFTBatch, collate_sft
 from dschat_ppo.engine.build_engine import eval_engine, frozen_policy, require_whole_distributions
 from dschat_ppo.models.backbone import unwrap
 from dschat_ppo.models.kernel_selection import apply_memory_flags, select_kernels
-from dschat_ppo.models.loading import load_causal_lm
+from dschat_ppo.models.loading import ModelChanges, load_causal_lm
 from dschat_ppo.models.router_recorder import recorded_router
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.models.wrapped_models import PolicyModel, Teaching
@@ -126,7 +126,9 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     run = begin_supervised_run(config, "SFT", "step 1: supervised fine-tuning")
     resize = flags.resize_vocabulary
     model = PolicyModel(
-        load_causal_lm(run.folder, flags.dtype, run.ds_config, fit.dropout, resize, run.adapter)
+        load_causal_lm(
+            run.folder, flags.dtype, run.ds_config, ModelChanges(fit.dropout, resize, run.adapter)
+        )
     )
     apply_memory_flags(model, config.memory, fit.gradient_checkpointing)
     teacher = sft_teacher(config, run)

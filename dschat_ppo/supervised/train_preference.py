@@ -17,10 +17,7 @@ from dschat_ppo.config.supervised_flags import PAIRS_WITH_REFERENCE, REFERENCE_F
 from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.models.kernel_selection import apply_memory_flags
-from dschat_ppo.models.loading import (
-    load_causal_lm,
-    load_sequence_classifier,
-)
+from dschat_ppo.models.loading import ModelChanges, load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.run.start_and_end import tool_command
@@ -81,11 +78,15 @@ def load_trained_model(
     model: PolicyModel | ScalarModel
     if config.has_head:
         model = ScalarModel(
-            load_sequence_classifier(folder, dtype, ds_config, True, fit.dropout, resize, adapter)
+            load_sequence_classifier(
+                folder, dtype, ds_config, True, ModelChanges(fit.dropout, resize, adapter)
+            )
         )
     else:
         model = PolicyModel(
-            load_causal_lm(folder, dtype, ds_config, fit.dropout or 0.0, resize, adapter)
+            load_causal_lm(
+                folder, dtype, ds_config, ModelChanges(fit.dropout or 0.0, resize, adapter)
+            )
         )
     apply_memory_flags(model, config.memory, fit.gradient_checkpointing)
     return model

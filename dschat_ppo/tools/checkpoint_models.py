@@ -30,7 +30,7 @@ from dschat_ppo.models.loading import DTYPES, load_causal_lm, load_sequence_clas
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.saving import (
     SavedForm,
-    in_format,
+    cast_weights,
     is_in_adapter_folder,
     saved_dtype,
     write_model,
@@ -188,7 +188,7 @@ def export_role(
         state = {name: weight for name, weight in state.items() if is_in_adapter_folder(name)}
     module = module.to(number_format)
     if dtype is None:
-        state = in_format(state, saved_dtype(module, run.config.run.save_dtype), folder)
+        state = cast_weights(state, saved_dtype(module, run.config.run.save_dtype), folder)
     form = SavedForm(answer_ends(tokenizer), merge, partial(model_card, run.config, trained_role))
     problem = write_model(module, state, tokenizer, folder, config_entries, form)
     if problem is not None:

@@ -22,7 +22,7 @@ from dschat_ppo.data.supervised_batches import LabelledBatch, PairBatch, StepBat
 from dschat_ppo.engine.optimizer_step import set_random_state
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import Layout
-from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
+from dschat_ppo.models.loading import ModelChanges, load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
@@ -110,10 +110,12 @@ def load_model(folder: Path, bundle: dict[str, Any], config: Any) -> PolicyModel
     weights_folder = str(folder / MODEL)
     if is_classifier:
         classifier = load_sequence_classifier(
-            weights_folder, dtype, None, new_head=False, resize=resize
+            weights_folder, dtype, None, new_head=False, changes=ModelChanges(resize=resize)
         )
         return ScalarModel(classifier, layout)
-    return PolicyModel(load_causal_lm(weights_folder, dtype, None, resize=resize), layout)
+    return PolicyModel(
+        load_causal_lm(weights_folder, dtype, None, ModelChanges(resize=resize)), layout
+    )
 
 
 def print_bad(what: str, tensors: Iterable[tuple[str, Tensor]]) -> bool:
@@ -186,7 +188,10 @@ def frozen_model(config: Any, role: str) -> Any:
     run loaded it; it stands in place of an engine."""
     flag, name = config.models[role]
     lm = load_causal_lm(
-        str(model_folder(name, flag)), config.run.dtype, None, resize=config.run.resize_vocabulary
+        str(model_folder(name, flag)),
+        config.run.dtype,
+        None,
+        ModelChanges(resize=config.run.resize_vocabulary),
     )
     return PolicyModel(lm).to(dist.device()).eval().requires_grad_(False)
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.adapters import AdapterSettings, adapter_layers, lora_targets
 from dschat_ppo.models.loading import (
+    ModelChanges,
     check_causal_lm,
     check_sequence_classifier,
     load_causal_lm,
@@ -46,7 +47,9 @@ def saved(module, assets, folder, merge: bool, described=None):
 
 def trained(assets, variant: str = "lora"):
     """The tiny language model with an adapter of `VARIANTS` that has learned something."""
-    model = load_causal_lm(str(assets / "lm"), "fp32", None, adapter=VARIANTS[variant])
+    model = load_causal_lm(
+        str(assets / "lm"), "fp32", None, ModelChanges(adapter=VARIANTS[variant])
+    )
     train_a_little(model)
     return model
 
@@ -85,7 +88,7 @@ def test_peft_transformers_and_this_project_load_what_was_saved(assets, tmp_path
     ]
     if variant != "dora":  # whose magnitudes transformers does not find
         exact.append(AutoModelForCausalLM.from_pretrained(folder))
-    exact.append(load_causal_lm(str(folder), "fp32", None, adapter=VARIANTS[variant]))
+    exact.append(load_causal_lm(str(folder), "fp32", None, ModelChanges(adapter=VARIANTS[variant])))
     for each in exact:
         torch.testing.assert_close(logits(each), logits(model), rtol=0, atol=1e-5)
     assert model_folder(str(folder), "--m") == str(folder)
@@ -118,7 +121,7 @@ def test_a_folder_holds_one_form_of_a_model(assets, tmp_path):
     saved(PolicyModel(earlier), assets, folder, merge=False)
     assert is_adapter_folder(str(folder)) and not list(folder.glob("model*"))
     assert not (folder / "config.json").exists() and (folder / "metrics.jsonl").exists()
-    loaded = load_causal_lm(str(folder), "fp32", None, adapter=LORA)
+    loaded = load_causal_lm(str(folder), "fp32", None, ModelChanges(adapter=LORA))
     torch.testing.assert_close(logits(loaded), logits(earlier), rtol=0, atol=1e-5)
 
 
@@ -127,7 +130,7 @@ def test_other_architectures_round_trip(assets, tmp_path, name):
     base = new_model(name, vocab_size=320)
     base.save_pretrained(tmp_path / "base")
     AutoTokenizer.from_pretrained(assets / "lm").save_pretrained(tmp_path / "base")
-    model = load_causal_lm(str(tmp_path / "base"), "fp32", None, adapter=LORA)
+    model = load_causal_lm(str(tmp_path / "base"), "fp32", None, ModelChanges(adapter=LORA))
     train_a_little(model)
     folder = saved(PolicyModel(model), assets, tmp_path / "adapter", merge=False)
     plain = peft.AutoPeftModelForCausalLM.from_pretrained(folder)
@@ -152,7 +155,9 @@ def test_merging_rounds_the_product_once(assets, folder):
 
 
 def test_a_reward_model_saves_its_head(assets, tmp_path):
-    model = load_sequence_classifier(str(assets / "reward"), "fp32", None, False, adapter=LORA)
+    model = load_sequence_classifier(
+        str(assets / "reward"), "fp32", None, False, ModelChanges(adapter=LORA)
+    )
     train_a_little(model)
     folder = saved(ScalarModel(model), assets, tmp_path / "adapter", False, {"reward_mean": 0.5})
     config = load_config(str(folder), "--m")
@@ -162,7 +167,9 @@ def test_a_reward_model_saves_its_head(assets, tmp_path):
         expected = ScalarModel(model).eval()(IDS, lengths, last_only=True)
     assert check_sequence_classifier(str(folder), new_head=False) is False
     loaded = ScalarModel(load_sequence_classifier(str(folder), "fp32", None, False))
-    again = ScalarModel(load_sequence_classifier(str(folder), "fp32", None, False, adapter=LORA))
+    again = ScalarModel(
+        load_sequence_classifier(str(folder), "fp32", None, False, ModelChanges(adapter=LORA))
+    )
     with torch.no_grad():
         torch.testing.assert_close(
             loaded.eval()(IDS, lengths, last_only=True), expected, rtol=1e-4, atol=1e-4
@@ -181,7 +188,9 @@ def test_a_reward_model_saves_its_head(assets, tmp_path):
 def test_a_head_that_the_file_lacks_is_not_trained_and_an_adapter_with_one_is_no_language_model(
     assets, tmp_path
 ):
-    model = load_sequence_classifier(str(assets / "lm"), "fp32", None, True, adapter=LORA)
+    model = load_sequence_classifier(
+        str(assets / "lm"), "fp32", None, True, ModelChanges(adapter=LORA)
+    )
     folder = saved(ScalarModel(model), assets, tmp_path / "adapter", merge=False)
     with pytest.raises(UserError, match="adapter: is a reward model"):
         check_causal_lm(str(folder))
@@ -205,7 +214,7 @@ def test_an_adapter_of_a_language_model_starts_a_reward_model_which_saves_its_he
         expected = model.eval().base_model(input_ids=IDS).last_hidden_state
         found = classifier.eval().base_model(input_ids=IDS).last_hidden_state
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    model = load_sequence_classifier(folder, "fp32", None, True, adapter=LORA)
+    model = load_sequence_classifier(folder, "fp32", None, True, ModelChanges(adapter=LORA))
     train_a_little(model)
     continued = str(saved(ScalarModel(model), assets, tmp_path / "continued", merge=False))
     assert check_sequence_classifier(continued, new_head=False) is False
@@ -374,14 +383,16 @@ def test_only_a_closed_list_of_settings_reaches_peft(tmp_path):
 
 def test_an_adapter_that_continues_keeps_its_scale(once, said):
     model, folder = once[0], str(once[1])
-    again = load_causal_lm(folder, "fp32", None, adapter=settings(4, 32.0, 0.5, "q_proj", True))
+    again = load_causal_lm(
+        folder, "fp32", None, ModelChanges(adapter=settings(4, 32.0, 0.5, "q_proj", True))
+    )
     torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=1e-5)
     kept = f"model: the adapter in {folder} is trained further with its layers and scale"
     assert said[-2] == f"{kept}; --lora_module_name, --use_rslora without effect", (
         "32 is the default of --lora_alpha"
     )
-    load_causal_lm(folder, "fp32", None, adapter=settings(4, 16.0, 0.5))
+    load_causal_lm(folder, "fp32", None, ModelChanges(adapter=settings(4, 16.0, 0.5)))
     assert said[-2] == f"{kept}; --lora_alpha without effect"
-    load_causal_lm(folder, "fp32", None, adapter=settings(4, 8.0, 0.5))
+    load_causal_lm(folder, "fp32", None, ModelChanges(adapter=settings(4, 8.0, 0.5)))
     assert said[-2] == kept
     assert {layer.lora_dropout["default"].p for layer in adapter_layers(again).values()} == {0.5}

@@ -26,7 +26,7 @@ from dschat_ppo.models.adapters import (
     is_adapter_parameter,
     lora_targets,
 )
-from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
+from dschat_ppo.models.loading import ModelChanges, load_causal_lm, load_sequence_classifier
 
 IDS = torch.randint(3, 300, (3, 11), generator=torch.Generator().manual_seed(3))
 LORA = AdapterSettings(4, 8.0, 0.0, None, rslora=False, dora=False, freeze_base=True)
@@ -177,7 +177,9 @@ def test_only_lora_and_a_score_head_train_with_a_frozen_base(assets):
         weight.requires_grad is is_adapter_parameter(name)
         for name, weight in model.named_parameters()
     )
-    model = load_sequence_classifier(str(assets / "reward"), "fp32", None, False, adapter=LORA)
+    model = load_sequence_classifier(
+        str(assets / "reward"), "fp32", None, False, ModelChanges(adapter=LORA)
+    )
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     assert {name for name in trained if not is_adapter_parameter(name)} == {"score.weight"}
 
@@ -335,7 +337,9 @@ def own_parameters(model, other) -> set[str]:
 
 @torch.no_grad()
 def test_without_the_adapter_it_is_the_base(adapters):
-    lm = load_causal_lm(str(adapters / "lm_adapter"), "fp32", None, adapter=SETTINGS).eval()
+    lm = load_causal_lm(
+        str(adapters / "lm_adapter"), "fp32", None, ModelChanges(adapter=SETTINGS)
+    ).eval()
     tree = model_over_base(lm).eval()
     assert own_parameters(tree, lm) == set()
     assert not adapter_layers(tree) and not hasattr(tree, "peft_config")
@@ -348,7 +352,7 @@ def test_without_the_adapter_it_is_the_base(adapters):
 
 @torch.no_grad()
 def test_a_classifier_over_the_base_is_the_one_that_peft_loads(adapters):
-    lm = load_causal_lm(str(adapters / "lm"), "fp32", None, adapter=SETTINGS)
+    lm = load_causal_lm(str(adapters / "lm"), "fp32", None, ModelChanges(adapter=SETTINGS))
     base = model_over_base(lm)
     tree = classifier_over_base(base, str(adapters / "scalar_adapter")).eval()
     plain = AutoModelForSequenceClassification.from_pretrained(adapters / "lm", num_labels=1)
@@ -368,13 +372,15 @@ def test_a_classifier_over_the_base_is_the_one_that_peft_loads(adapters):
 
 
 def test_a_new_head_is_zero(adapters):
-    base = model_over_base(load_causal_lm(str(adapters / "lm"), "fp32", None, adapter=SETTINGS))
+    base = model_over_base(
+        load_causal_lm(str(adapters / "lm"), "fp32", None, ModelChanges(adapter=SETTINGS))
+    )
     head = classifier_over_base(base, str(adapters / "lm"), SETTINGS).score.weight
     assert torch.equal(head, torch.zeros(1, 32)) and head.requires_grad
 
 
 def test_checkpointing_and_mode_of_one_model_do_not_affect_another(adapters):
-    lm = load_causal_lm(str(adapters / "lm"), "fp32", None, adapter=SETTINGS).eval()
+    lm = load_causal_lm(str(adapters / "lm"), "fp32", None, ModelChanges(adapter=SETTINGS)).eval()
     tree = model_over_base(lm).eval()
     lm.train()
     lm.gradient_checkpointing_enable()

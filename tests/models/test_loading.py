@@ -39,6 +39,7 @@ from dschat_ppo.models.adapters import (
 )
 from dschat_ppo.models.architectures import check_classifier_config, classifier_class, lm_head_names
 from dschat_ppo.models.loading import (
+    ModelChanges,
     check_causal_lm,
     check_sequence_classifier,
     load_causal_lm,
@@ -267,7 +268,7 @@ def test_without_dropout_training_gives_the_numbers_of_evaluation(tmp_path, name
     ids = torch.arange(3, 15).view(1, 12)
 
     def logits(dropout: float | None, training: bool) -> torch.Tensor:
-        model = load_causal_lm(str(tmp_path), "fp32", None, dropout).train(training)
+        model = load_causal_lm(str(tmp_path), "fp32", None, ModelChanges(dropout)).train(training)
         return model(input_ids=ids).logits
 
     assert torch.equal(logits(0.0, training=True), logits(None, training=False))
@@ -438,10 +439,11 @@ def test_models_are_loaded_with_rows_for_their_tokenizers(assets, tmp_path):
         )
         tokenizer.save_pretrained(tmp_path / name)
     actor, reference = (
-        load_causal_lm(str(tmp_path / "lm"), "bf16", None, resize=True) for _ in range(2)
+        load_causal_lm(str(tmp_path / "lm"), "bf16", None, ModelChanges(resize=True))
+        for _ in range(2)
     )
     reward = load_sequence_classifier(
-        str(tmp_path / "reward"), "bf16", None, new_head=False, resize=True
+        str(tmp_path / "reward"), "bf16", None, new_head=False, changes=ModelChanges(resize=True)
     )
     for model in (actor, reference, reward):
         assert model.config.vocab_size == len(model.get_input_embeddings().weight) == len(tokenizer)
@@ -594,7 +596,7 @@ def test_the_arguments_reach_from_pretrained(assets, monkeypatch):
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", spy)
     model = load_causal_lm(
-        str(assets / "lm"), "bf16", {"zero_optimization": {"stage": 2}}, adapter=FOUR
+        str(assets / "lm"), "bf16", {"zero_optimization": {"stage": 2}}, ModelChanges(adapter=FOUR)
     )
     assert (
         seen["bits"].load_in_4bit
@@ -635,7 +637,10 @@ def test_a_quantised_model_is_always_saved_as_an_adapter(assets, tmp_path):
 @pytest.mark.parametrize("settings", [FOUR, EIGHT])
 def test_a_quantised_model_trains_on_a_gpu(assets, settings):
     model = load_causal_lm(
-        str(assets / "lm"), "bf16", {"zero_optimization": {"stage": 2}}, adapter=settings
+        str(assets / "lm"),
+        "bf16",
+        {"zero_optimization": {"stage": 2}},
+        ModelChanges(adapter=settings),
     )
     kinds = {type(layer.get_base_layer()).__name__ for layer in adapter_layers(model).values()}
     assert kinds == {"Linear4bit" if settings.quantise == 4 else "Linear8bitLt"}

@@ -32,9 +32,9 @@ from dschat_ppo.models.loading import (
 from dschat_ppo.models.model_folders import (
     OF_A_RUN,
     adapter_weights,
+    files_to_download,
     model_folder,
     settings_only,
-    wanted_files,
 )
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.vocabulary import check_vocabulary
@@ -96,11 +96,14 @@ OTHER_FORMATS = (
 
 def test_settings_are_all_that_a_dry_run_needs_of_a_model_but_not_of_an_adapter():
     model = ["config.json", "tokenizer.json", "model.safetensors", "adapter_model.safetensors"]
-    assert model_folders.wanted_files(model, weights=False) == ["config.json", "tokenizer.json"]
+    assert model_folders.files_to_download(model, weights=False) == [
+        "config.json",
+        "tokenizer.json",
+    ]
     for weights in ("adapter_model.safetensors", "adapter_model.bin"):
-        assert model_folders.wanted_files(["adapter_config.json", weights], weights=False)[1:] == [
-            weights
-        ]
+        assert model_folders.files_to_download(["adapter_config.json", weights], weights=False)[
+            1:
+        ] == [weights]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +128,7 @@ def test_weights_are_wanted_in_one_format(weights, others):
         "merges.txt",
         "chat_template.jinja",
     ]
-    assert sorted(wanted_files([*others, *settings, *weights, "eval/config.json"])) == sorted(
+    assert sorted(files_to_download([*others, *settings, *weights, "eval/config.json"])) == sorted(
         settings + weights
     )
 

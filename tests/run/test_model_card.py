@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.models.adapters import AdapterSettings
-from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
+from dschat_ppo.models.loading import ModelChanges, load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.saving import SavedForm, save_model
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.run.model_card import model_card
@@ -67,10 +67,14 @@ def test_the_code_of_a_card_runs_in_the_folder(
     tokenizer.chat_template = template
     adapter = AdapterSettings(2, 8.0, 0.0, None, False, False, True) if is_adapter else None
     if step == "sft":
-        module = PolicyModel(load_causal_lm(str(assets / "lm"), "fp32", None, adapter=adapter))
+        module = PolicyModel(
+            load_causal_lm(str(assets / "lm"), "fp32", None, ModelChanges(adapter=adapter))
+        )
     else:
         module = ScalarModel(
-            load_sequence_classifier(str(assets / "reward"), "fp32", None, False, adapter=adapter)
+            load_sequence_classifier(
+                str(assets / "reward"), "fp32", None, False, ModelChanges(adapter=adapter)
+            )
         )
     for name, weight in module.named_parameters():
         if "lora_B" in name:  # zero in a new adapter

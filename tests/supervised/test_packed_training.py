@@ -29,7 +29,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.models.adapters import adapter_layers, adapter_settings, is_adapter_parameter
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.loading import load_causal_lm
+from dschat_ppo.models.loading import ModelChanges, load_causal_lm
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter
@@ -259,7 +259,9 @@ def make(assets, folder, *more: str) -> SupervisedTrainer:
     ds_config = fit_ds_config(config)
     torch.manual_seed(5)
     model = PolicyModel(
-        load_causal_lm(str(assets / "lm"), "fp32", ds_config, config.fit.dropout, adapter=adapter)
+        load_causal_lm(
+            str(assets / "lm"), "fp32", ds_config, ModelChanges(config.fit.dropout, adapter=adapter)
+        )
     )
     if config.fit.gradient_checkpointing:
         model.gradient_checkpointing_enable()
@@ -378,7 +380,9 @@ def test_the_reference_of_dpo_is_the_model_without_its_adapter(assets, tmp_path)
     config = pairs_config("--objective", "dpo", "--dtype", "fp32", "--zero_stage", "0", *FROZEN)
     adapter = adapter_settings(LoraFlags(4), config.adapters)
     ds_config = fit_ds_config(config)
-    model = PolicyModel(load_causal_lm(str(assets / "lm"), "fp32", ds_config, 0.0, adapter=adapter))
+    model = PolicyModel(
+        load_causal_lm(str(assets / "lm"), "fp32", ds_config, ModelChanges(0.0, adapter=adapter))
+    )
     objective = dpo_objective(0, dist.device(), config)
     trainer = SupervisedTrainer(model, ds_config, TokenRows(PAIRS, None), objective, config)
     base = PolicyModel(load_causal_lm(str(assets / "lm"), "fp32", None)).eval()

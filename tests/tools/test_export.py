@@ -16,7 +16,7 @@ from dschat_ppo.checkpoint.store import CheckpointFolder
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import TokenRows
-from dschat_ppo.models.loading import load_causal_lm
+from dschat_ppo.models.loading import ModelChanges, load_causal_lm
 from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.run.session import open_session
 from dschat_ppo.supervised.sft import sft_objective
@@ -53,7 +53,9 @@ def runs(one_rank, assets, tmp_path_factory):  # noqa: F811
         )
         config = parse("sft", words.split())
         ds_config = fit_ds_config(config)
-        model = PolicyModel(load_causal_lm(str(folder / "base"), "bf16", ds_config, 0.25))
+        model = PolicyModel(
+            load_causal_lm(str(folder / "base"), "bf16", ds_config, ModelChanges(0.25))
+        )
         for parameter, weight in model.lm.named_parameters():
             weight.requires_grad_(name == "whole" or not parameter.startswith(FROZEN))
         session = open_session(

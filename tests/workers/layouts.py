@@ -22,7 +22,7 @@ from dschat_ppo.data.batches import epoch_order, optimizer_steps
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.models.adapters import adapter_settings
 from dschat_ppo.models.kernel_selection import apply_memory_flags
-from dschat_ppo.models.loading import load_causal_lm
+from dschat_ppo.models.loading import ModelChanges, load_causal_lm
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
@@ -201,7 +201,9 @@ def supervised(
     ds_config = fit_ds_config(config)
     if task == "sft":
         adapter = adapter_settings(config.lora, config.adapters)
-        trained = PolicyModel(load_causal_lm(model, config.run.dtype, ds_config, adapter=adapter))
+        trained = PolicyModel(
+            load_causal_lm(model, config.run.dtype, ds_config, ModelChanges(adapter=adapter))
+        )
         teacher = sft_teacher(
             config, SimpleNamespace(teacher=config.models.get("teacher", ("", None))[1])
         )
