@@ -41,8 +41,8 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def flat_masters(engine: Engine) -> list[Tensor]:
-    """This rank's fp32 weights, as tensors of the optimizer: one flat part per group; at stage 0
-    the parameters."""
+    """This rank's fp32 weights, as tensors of the optimizer: one flat shard for each group; at
+    stage 0 the parameters."""
     for name in (
         "fp32_partitioned_groups_flat",
         "single_partition_of_fp32_groups",
@@ -50,7 +50,10 @@ def flat_masters(engine: Engine) -> list[Tensor]:
     ):
         if hasattr(engine.optimizer, name):  # ZeRO 3; ZeRO 1 and 2; ZeRO 1 in bf16
             return list(getattr(engine.optimizer, name))
-    return [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
+    parameters: list[Tensor] = []
+    for group in engine.optimizer.param_groups:
+        parameters += group["params"]
+    return parameters
 
 
 def dtype_of(engine: Engine) -> str:
@@ -68,13 +71,12 @@ def common_state(folder: Path) -> dict[str, Any]:
 
 def _shapes_of(engine: Any) -> dict[str, torch.Size]:
     """Name -> shape of each parameter that trains."""
-    if engine.zero_optimization():
-        return {
-            name: shape
-            for group in engine._get_zero_param_shapes()
-            for name, shape in group.items()
-        }
-    return {engine.param_names[weight]: weight.shape for weight in flat_masters(engine)}
+    if not engine.zero_optimization():
+        return {engine.param_names[weight]: weight.shape for weight in flat_masters(engine)}
+    shapes: dict[str, torch.Size] = {}
+    for group_shapes in engine._get_zero_param_shapes():
+        shapes |= group_shapes
+    return shapes
 
 
 def _buffers_of(module: nn.Module) -> dict[str, Tensor]:
@@ -88,43 +90,55 @@ def save_engine(engine: Engine, folder: Path, writer: BackgroundWriter) -> None:
     which exists. The files hold the states of this moment; they are complete after
     `writer.wait()`."""
     if dist.is_main():
-        common = {
-            "shapes": _shapes_of(engine),
-            "frozen": [
-                name
-                for name, weight in engine.module.named_parameters()
-                if not weight.requires_grad
-            ],
-            "buffers": _buffers_of(engine.module),
-            "dtype": dtype_of(engine),
-            "counters": {name: getattr(engine, name) for name in _COUNTERS},
-            "schedule": {
-                name: getattr(engine.lr_scheduler, name) for name in ("last_epoch", "_step_count")
-            },
-            "ranks": dist.world_size() if engine.zero_optimization() else 1,
-        }
-        writer.save(common, folder / COMMON)
+        writer.save(_common_of(engine), folder / COMMON)
     if engine.zero_optimization() or dist.is_main():
-        masters = flat_masters(engine)
-        optimizer_state = engine.basic_optimizer.state
-        # empty before the first step
-        states = [optimizer_state.get(master, {}) for master in masters]
-        shard = {
-            "fragments": [astuple(fragment) for fragment in _fragments_of(engine)],
-            "flats": [
-                {
-                    WEIGHTS: master.flatten(),
-                    **{key: state[key].flatten() for key in MOMENTS if key in state},
-                }
-                for master, state in zip(masters, states, strict=True)
-            ],
-            "steps": max((int(state["step"]) for state in states if "step" in state), default=0),
-            "loss_scale": vars(engine.optimizer.loss_scaler) if engine.fp16_enabled() else {},
-        }
-        writer.save(shard, folder / rank_file(dist.rank()))
+        writer.save(_shard_of(engine), folder / rank_file(dist.rank()))
+
+
+def _common_of(engine: Engine) -> dict[str, Any]:
+    """The states that all ranks share, see `common_state`."""
+    ranks = 1
+    if engine.zero_optimization():
+        ranks = dist.world_size()
+    parameters = engine.module.named_parameters()
+    schedule = engine.lr_scheduler
+    return {
+        "shapes": _shapes_of(engine),
+        "frozen": [name for name, weight in parameters if not weight.requires_grad],
+        "buffers": _buffers_of(engine.module),
+        "dtype": dtype_of(engine),
+        "counters": {name: getattr(engine, name) for name in _COUNTERS},
+        "schedule": {name: getattr(schedule, name) for name in ("last_epoch", "_step_count")},
+        "ranks": ranks,
+    }
+
+
+def _shard_of(engine: Engine) -> dict[str, Any]:
+    """The states of this rank, see `read_shards`; a fragment is the tuple of its values."""
+    flats = []
+    steps = 0
+    for master in flat_masters(engine):
+        state = engine.basic_optimizer.state.get(master, {})  # empty before the first step
+        flat = {WEIGHTS: master.flatten()}
+        for key in MOMENTS:
+            if key in state:
+                flat[key] = state[key].flatten()
+        flats.append(flat)
+        if "step" in state:
+            steps = max(steps, int(state["step"]))
+    loss_scale = {}
+    if engine.fp16_enabled():
+        loss_scale = vars(engine.optimizer.loss_scaler)
+    return {
+        "fragments": [astuple(fragment) for fragment in _fragments_of(engine)],
+        "flats": flats,
+        "steps": steps,
+        "loss_scale": loss_scale,
+    }
 
 
 def rank_file(rank: int) -> str:
+    """The name of the file of a rank, also in the folder of a checkpoint."""
     return f"rank_{rank}.pt"
 
 
@@ -152,9 +166,11 @@ def load_engine(engine: Engine, folder: Path) -> None:
     common = common_state(folder)
     _require_same_parameters(folder, common, engine)
     shards = read_shards(folder, common)
-    saved = {key for shard in shards for flat in shard["flats"] for key in flat}
-    muon = any(group.get("use_muon") for group in engine.optimizer.param_groups)
-    if "exp_avg" in saved and ("momentum_buffer" in saved) != muon:
+    saved_keys = set[str]()
+    for shard in shards:
+        saved_keys.update(*shard["flats"])
+    has_muon = any(group.get("use_muon") for group in engine.optimizer.param_groups)
+    if "exp_avg" in saved_keys and ("momentum_buffer" in saved_keys) != has_muon:
         raise UserError(
             f"{folder}: another --optimizer trained the saved run: use that one, or start from its"
             " model"
@@ -185,6 +201,7 @@ def resume_schedule(engine: Engine, saved: Mapping[str, Any]) -> None:
 
 
 def _require_same_parameters(folder: Path, common: Mapping[str, Any], engine: Any) -> None:
+    """Refuse states of other parameters or buffers than those of the engine."""
     shapes = _shapes_of(engine)
     saved = common["shapes"]
     differing = [name for name in {**shapes, **saved} if saved.get(name) != shapes.get(name)]
@@ -213,21 +230,24 @@ def read_shards(folder: Path, common: Mapping[str, Any]) -> list[dict[str, Any]]
 def partitioned_fragments(
     shapes: Sequence[Mapping[str, torch.Size]], rank: int, ranks: int
 ) -> list[Fragment]:
-    """ZeRO-3 pads each parameter and divides it into equal parts, one for each rank. `shapes`: of
-    each flat tensor."""
+    """The fragments of a rank under ZeRO-3, which pads each parameter and divides it into equal
+    shards, one for each rank. `shapes`: for each flat tensor, of the parameters whose shards lie
+    in it one after another."""
     fragments = []
-    for flat, group in enumerate(shapes):
+    for flat, flat_shapes in enumerate(shapes):
         offset = 0
-        for name, shape in group.items():
-            share = -(-shape.numel() // ranks)
-            length = min(share, shape.numel() - rank * share)
+        for name, shape in flat_shapes.items():
+            shard_length = -(-shape.numel() // ranks)
+            start = rank * shard_length
+            length = min(shard_length, shape.numel() - start)  # without the padding
             if length > 0:
-                fragments.append(Fragment(name, rank * share, length, flat, offset))
-            offset += share
+                fragments.append(Fragment(name, start, length, flat, offset))
+            offset += shard_length
     return fragments
 
 
 def _fragments_of(engine: Any) -> list[Fragment]:
+    """Which elements of which parameters lie where in `flat_masters`."""
     if engine.zero_optimization_partition_weights():
         return partitioned_fragments(
             engine._get_zero_param_shapes(), dist.rank(), dist.world_size()
@@ -235,33 +255,36 @@ def _fragments_of(engine: Any) -> list[Fragment]:
     if not engine.zero_optimization():
         weights = flat_masters(engine)
         return [
-            Fragment(engine.param_names[weight], 0, weight.numel(), i, 0)
-            for i, weight in enumerate(weights)
+            Fragment(engine.param_names[weight], 0, weight.numel(), flat, 0)
+            for flat, weight in enumerate(weights)
         ]
     fragments = []
     for weight, name in engine.param_names.items():
         mapping = getattr(weight, "_hp_mapping", None)  # None: other ranks hold it, or it is frozen
         if mapping is not None:
-            here = mapping.lp_fragment_address
-            there = mapping.hp_fragment_address
-            fragments.append(
-                Fragment(name, here.start, here.numel, mapping.param_group_index, there.start)
-            )
+            in_weight = mapping.lp_fragment_address
+            in_flat = mapping.hp_fragment_address
+            flat = mapping.param_group_index
+            fragments.append(Fragment(name, in_weight.start, in_weight.numel, flat, in_flat.start))
     return fragments
 
 
 def gather(
-    shards: Sequence[Mapping[str, Any]], wanted: Sequence[Fragment], lengths: Sequence[int]
+    shards: Sequence[Mapping[str, Any]], targets: Sequence[Fragment], lengths: Sequence[int]
 ) -> list[dict[str, Tensor]]:
     """For each flat tensor a dict as in "flats", fp32 on the host, with the elements of the
-    `wanted` fragments, copied from the shards of all ranks that saved; other elements of the flat
-    tensors of `lengths` are 0, and one of padding alone has no moments, which nothing reads."""
+    `targets`, copied from the shards of all ranks that saved; other elements of the flat tensors of
+    `lengths` are 0, and one of padding alone has no moments, which nothing reads."""
     saved = _pieces(shards)
     flats = [{WEIGHTS: torch.zeros(length)} for length in lengths]
-    for target in wanted:
-        flat, (_, states) = flats[target.flat], next(iter(saved[target.name]), (None, {}))
-        flat |= {key: torch.zeros(lengths[target.flat]) for key in states.keys() - flat.keys()}
-        _copy(saved[target.name], target, flat)
+    for target in targets:
+        pieces = saved[target.name]
+        flat = flats[target.flat]
+        if pieces:
+            _, saved_flat = pieces[0]
+            for key in saved_flat.keys() - flat.keys():
+                flat[key] = torch.zeros(lengths[target.flat])
+        _copy(pieces, target, flat)
     return flats
 
 
@@ -281,7 +304,7 @@ def _pieces(
 ) -> dict[str, list[tuple[Fragment, dict[str, Tensor]]]]:
     """Parameter -> its fragments on all ranks that saved, each with the flat tensors that it lies
     in."""
-    pieces = defaultdict(list)
+    pieces: dict[str, list[tuple[Fragment, dict[str, Tensor]]]] = defaultdict(list)
     for shard in shards:
         for fragment in shard["fragments"]:
             pieces[fragment.name].append((fragment, shard["flats"][fragment.flat]))
@@ -293,16 +316,20 @@ def _copy(
     target: Fragment,
     flat: Mapping[str, Tensor],
 ) -> None:
-    """Copy the elements of a fragment to its place in `flat`, each exactly once."""
+    """Copy the elements of the fragment `target` from the saved `pieces` to where it lies in
+    `flat`, each exactly once."""
     copied = 0
-    for source, states in pieces:
+    for source, saved_flat in pieces:
         start = max(target.start, source.start)
-        length = min(target.start + target.length, source.start + source.length) - start
+        end = min(target.start + target.length, source.start + source.length)
+        length = end - start
         if length > 0:
             copied += length
+            source_offset = source.offset + start - source.start
+            target_offset = target.offset + start - target.start
             for key, values in flat.items():
-                piece = states[key].narrow(0, source.offset + start - source.start, length)
-                values.narrow(0, target.offset + start - target.start, length).copy_(piece)
+                overlap = saved_flat[key].narrow(0, source_offset, length)
+                values.narrow(0, target_offset, length).copy_(overlap)
         heartbeat()  # the states of the other ranks are read from their files here
     if copied != target.length:
         raise UserError(
@@ -325,15 +352,16 @@ def _load_flats(engine: Engine, flats: Sequence[Mapping[str, Tensor]], steps: in
             weight.data.copy_(flat[WEIGHTS].view_as(weight))
         engine.optimizer.load_state_dict(state | {"state": moments})
         return
-    is_partitioned = engine.zero_optimization_partition_weights()
-    state[OPTIMIZER_STATE_DICT if is_partitioned else BASE_OPTIMIZER_STATE]["state"] = moments
-    state[FP32_FLAT_GROUPS if is_partitioned else SINGLE_PARTITION_OF_FP32_GROUPS] = [
-        flat[WEIGHTS] for flat in flats
-    ]
-    if is_partitioned:
+    weights = [flat[WEIGHTS] for flat in flats]
+    states_of_ranks = [state] * dist.world_size()  # of which each rank reads its own
+    if engine.zero_optimization_partition_weights():
+        state[OPTIMIZER_STATE_DICT]["state"] = moments
+        state[FP32_FLAT_GROUPS] = weights
         engine.optimizer.checkpoint_event_prologue()
-    engine.optimizer.load_state_dict([state] * dist.world_size(), load_from_fp32_weights=True)
-    if is_partitioned:
+        engine.optimizer.load_state_dict(states_of_ranks, load_from_fp32_weights=True)
         engine.optimizer.checkpoint_event_epilogue()
     else:
+        state[BASE_OPTIMIZER_STATE]["state"] = moments
+        state[SINGLE_PARTITION_OF_FP32_GROUPS] = weights
+        engine.optimizer.load_state_dict(states_of_ranks, load_from_fp32_weights=True)
         engine.optimizer.update_lp_params()

@@ -189,16 +189,17 @@ def identify_run(config: StepConfig, inputs: RunInputs, derived: Mapping[str, in
 def input_fingerprints(inputs: RunInputs) -> dict[str, str]:
     """Name -> first hex digits of the SHA-256 of each input, except the training rows. Evaluation
     rows are included although no step trains on them: they decide which model is the best."""
-    found = {name: rows_fingerprint(rows) for name, rows in inputs.rows.items() if rows is not None}
-    found |= {
-        CONTENTS + flag: model_fingerprint(folder)
-        for flag, folder in inputs.models
-        if folder is not None
-    }
-    found |= {
-        CONTENTS + flag: checksum(Path(path)) for flag, path in inputs.files if path is not None
-    }
-    return {name: digest[:_SHORT] for name, digest in found.items()}
+    digests = {}
+    for name, rows in inputs.rows.items():
+        if rows is not None:
+            digests[name] = rows_fingerprint(rows)
+    for flag, folder in inputs.models:
+        if folder is not None:
+            digests[CONTENTS + flag] = model_fingerprint(folder)
+    for flag, path in inputs.files:
+        if path is not None:
+            digests[CONTENTS + flag] = checksum(Path(path))
+    return {name: digest[:_SHORT] for name, digest in digests.items()}
 
 
 def is_fingerprinted_model(config: Mapping[str, Any], flag: str, folder: str) -> bool:
@@ -224,11 +225,11 @@ def rows_fingerprint(rows: Dataset | StreamedRows) -> str:
         return digest.hexdigest()
     left_out = (DIGEST, "source", "prompt_spans", "untrained_spans")
     columns = [name for name in rows.column_names if name not in left_out]
-    for part in rows.select_columns(columns).with_format("arrow").iter(batch_size=4096):
+    for table in rows.select_columns(columns).with_format("arrow").iter(batch_size=4096):
         if "row" in columns:  # its second line holds what is not a column of the data row
-            texts = pyarrow.compute.replace_substring_regex(part.column("row"), r",?\n.*", "}")
-            part = part.set_column(columns.index("row"), part.schema.field("row"), texts)
-        table = part.replace_schema_metadata(None).combine_chunks()
+            texts = pyarrow.compute.replace_substring_regex(table.column("row"), r",?\n.*", "}")
+            table = table.set_column(columns.index("row"), table.schema.field("row"), texts)
+        table = table.replace_schema_metadata(None).combine_chunks()
         stream = pyarrow.BufferOutputStream()
         with pyarrow.ipc.new_stream(stream, table.schema) as writer:
             writer.write_table(table)
@@ -244,9 +245,10 @@ def model_fingerprint(folder: str | Path) -> str:
     model."""
     digest = hashlib.sha256()
     for patterns in (_READ_WHOLE, _WEIGHTS):
-        for path in sorted(
-            {path for pattern in patterns for path in Path(folder).glob(pattern) if path.is_file()}
-        ):
+        paths = set[Path]()
+        for pattern in patterns:
+            paths.update(path for path in Path(folder).glob(pattern) if path.is_file())
+        for path in sorted(paths):
             size = path.stat().st_size
             digest.update(f"{path.name}\0{size}\0".encode())
             if patterns is _READ_WHOLE or size <= SAMPLES * SAMPLE_BYTES:
@@ -254,8 +256,8 @@ def model_fingerprint(folder: str | Path) -> str:
                 heartbeat()
                 continue
             with path.open("rb", buffering=0) as file:
-                for number in range(SAMPLES):
-                    file.seek(number * (size - SAMPLE_BYTES) // (SAMPLES - 1))
+                for sample in range(SAMPLES):
+                    file.seek(sample * (size - SAMPLE_BYTES) // (SAMPLES - 1))
                     digest.update(file.read(SAMPLE_BYTES))
                     heartbeat()
     return digest.hexdigest()
@@ -268,11 +270,10 @@ def differences(
     another order; each with its values, "before -> after". `saved`, `now`: each a
     `RunIdentity.config`; `defaults`: those of the flags."""
     now = json.loads(json.dumps(now))  # tuples become lists, as they did in the manifest
-    saved, now = (
-        {_with_place(name): value for name, value in config.items()} for config in (saved, now)
-    )
-    found = {}
-    for name in [*now, *(name for name in saved if name not in now)]:
+    now = {_with_absolute_path(name): value for name, value in now.items()}
+    saved = {_with_absolute_path(name): value for name, value in saved.items()}
+    changes = {}
+    for name in {**now, **saved}:
         before = saved.get(name, _ABSENT)
         after = now.get(name, _ABSENT)
         if before == after or name in HARMLESS or _resolved(before) == _resolved(after):
@@ -283,11 +284,11 @@ def differences(
         # the checkpoint is older than the flag
         if before is _ABSENT and after == defaults.get(name, _ABSENT):
             continue
-        found[name] = f"{_as_text(before)} -> {_as_text(after)}"
-    return found
+        changes[name] = f"{_as_text(before)} -> {_as_text(after)}"
+    return changes
 
 
-def _with_place(name: str) -> str:
+def _with_absolute_path(name: str) -> str:
     """The name of a setting; a file after the flag, as in `contents of --reward_function FILE`, as
     an absolute path."""
     flag, _, path = name.removeprefix(CONTENTS).partition(" ")
@@ -298,31 +299,33 @@ def _with_place(name: str) -> str:
 
 def _resolved(value: Any) -> Any:
     """The value of a flag, with its files and folders that exist as absolute paths. What follows a
-    path stays."""
+    path stays, as `:column` or `@revision` does."""
     if isinstance(value, list):
         return [_resolved(item) for item in value]
     if not isinstance(value, str):
         return value
     text = os.path.expanduser(value)
-    ends = [len(text), *(place for place in reversed(range(1, len(text))) if text[place] in ":@[?")]
-    end = next((end for end in ends if os.path.lexists(text[:end])), 0)
-    if end:
-        return os.path.realpath(text[:end]) + text[end:]
+    for end in range(len(text), 0, -1):  # the longest beginning of the text that is a path
+        if end < len(text) and text[end] not in ":@[?":
+            continue
+        if os.path.lexists(text[:end]):
+            return os.path.realpath(text[:end]) + text[end:]
     return value
 
 
 def format_diff(changes: Mapping[str, str]) -> str:
     """The differences, one per line: `  --flag: before -> after`; of many the first
     `MOST_LINES`."""
-    lines = [
-        f"  {'' if ' ' in name or name in DERIVED else '--'}{name}: {text}"
-        for name, text in changes.items()
-    ]
+    lines = []
+    for name, text in changes.items():
+        is_flag = " " not in name and name not in DERIVED
+        if is_flag:
+            lines.append(f"  --{name}: {text}")
+        else:
+            lines.append(f"  {name}: {text}")
     if len(lines) > MOST_LINES:
-        more = [f"  and {len(lines) - MOST_LINES} more"]
-    else:
-        more = []
-    return "\n".join([*lines[:MOST_LINES], *more])
+        lines = [*lines[:MOST_LINES], f"  and {len(lines) - MOST_LINES} more"]
+    return "\n".join(lines)
 
 
 def _as_text(value: Any) -> str:
@@ -352,31 +355,13 @@ def find_checkpoint(
     if flags.resume == NEVER or (may_start_from_scratch and is_finished(output)):
         return None
     try:
-        if flags.resume != AUTO:
-            checkpoint = Path(flags.resume)
-            if checkpoint.is_dir():
-                fault = damage(checkpoint)
-            else:
-                fault = "there is no such folder"
-            if fault is not None:
-                raise UserError(
-                    f"--resume {checkpoint}: {fault}; name a folder such as"
-                    " OUTPUT/checkpoints/step_000012"
-                )
-        else:
-            folder = CheckpointFolder(output)
-            name, complaints = folder.newest_intact()
-            if name is None and complaints:
-                raise UserError(
-                    f"--output_dir {output} has no intact checkpoint to resume from:"
-                    f" {'; '.join(complaints)}. Repair one, or start from scratch with"
-                    " --overwrite_output_dir or another --output_dir"
-                )
-            for complaint in complaints:
-                logger().warning(complaint)
-            if name is None:
+        if flags.resume == AUTO:
+            newest = _newest_checkpoint(output)
+            if newest is None:
                 return None
-            checkpoint = folder.root / name
+            checkpoint = newest
+        else:
+            checkpoint = _checkpoint_by_name(flags.resume)
         _require_same_run(checkpoint, flags, identity)
     except UserError as problem:
         if not may_start_from_scratch:
@@ -388,10 +373,46 @@ def find_checkpoint(
     return checkpoint
 
 
+def _newest_checkpoint(output: Path) -> Path | None:
+    """The newest intact checkpoint in an output folder, with a warning for each damaged one after
+    it; None: none was ever saved there. `UserError`: all are damaged."""
+    folder = CheckpointFolder(output)
+    name, complaints = folder.newest_intact()
+    if name is None and complaints:
+        raise UserError(
+            f"--output_dir {output} has no intact checkpoint to resume from:"
+            f" {'; '.join(complaints)}. Repair one, or start from scratch with"
+            " --overwrite_output_dir or another --output_dir"
+        )
+    for complaint in complaints:
+        logger().warning(complaint)
+    if name is None:
+        return None
+    return folder.root / name
+
+
+def _checkpoint_by_name(resume: str) -> Path:
+    """The checkpoint folder that `--resume` names. `UserError`: it is missing or damaged."""
+    checkpoint = Path(resume)
+    fault: str | None = "there is no such folder"
+    if checkpoint.is_dir():
+        fault = damage(checkpoint)
+    if fault is not None:
+        raise UserError(
+            f"--resume {checkpoint}: {fault}; name a folder such as OUTPUT/checkpoints/step_000012"
+        )
+    return checkpoint
+
+
 def is_inside(checkpoint: Path, output: Path) -> bool:
     """Whether a checkpoint lies in this output folder, so that the other outputs there belong to
     the same run."""
     return checkpoint.resolve().is_relative_to(output.resolve())
+
+
+def _rates_depend_on_length(config: Mapping[str, Any]) -> bool:
+    """Whether the learning rates of a run with these settings depend on how long it is."""
+    return config.get("lr_scheduler_type") not in _CONSTANT or bool(config.get("warmup_ratio"))
 
 
 def _require_same_run(checkpoint: Path, flags: SafetyFlags, identity: RunIdentity) -> None:
@@ -403,17 +424,11 @@ def _require_same_run(checkpoint: Path, flags: SafetyFlags, identity: RunIdentit
             f"{checkpoint} is a checkpoint of the step '{manifest.kind}', not of '{identity.kind}'"
         )
     changes = differences(manifest.config, identity.config, identity.defaults)
-    configs = (manifest.config, identity.config)
-    if all(
-        config.get("lr_scheduler_type") in _CONSTANT and not config.get("warmup_ratio")
-        for config in configs
-    ):
+    if not any(map(_rates_depend_on_length, (manifest.config, identity.config))):
         changes = {name: text for name, text in changes.items() if name not in LENGTH}
     if manifest.data != identity.data:
-        changes = {
-            "training rows (SHA-256)": f"{manifest.data[:12]} -> {identity.data[:12]}",
-            **changes,
-        }
+        changed_rows = f"{manifest.data[:12]} -> {identity.data[:12]}"
+        changes = {"training rows (SHA-256)": changed_rows, **changes}
     if changes and not flags.resume_force:
         raise UserError(
             f"{checkpoint} was saved under settings that compute something else; use the saved"

@@ -38,12 +38,12 @@ SHARED = "shared.pt"
 class RankStates:
     """The `rank_state` of each rank of the saved run; the files may be large.
 
-    `own`: of this rank; None if the run was saved on another number of ranks. `read_all` reads
-    those of all ranks that saved, from rank 0 on, one at a time, so that the ranks of now can
+    `this_rank`: of this rank; None if the run was saved on another number of ranks. `read_all`
+    reads those of all ranks that saved, from rank 0 on, one at a time, so that the ranks of now can
     divide them again.
     """
 
-    own: dict[str, Any] | None
+    this_rank: dict[str, Any] | None
     read_all: Callable[[], Iterator[dict[str, Any]]]
 
 
@@ -66,22 +66,26 @@ class Resumable(Protocol):
     """A trainer whose state is saved between two optimizer steps."""
 
     @property
-    def engines_to_save(self) -> Mapping[str, Engine]: ...  # role -> DeepSpeed engine that trains
+    def engines_to_save(self) -> Mapping[str, Engine]:
+        """Role -> DeepSpeed engine that trains."""
+
     @property
-    def position(
-        self,
-    ) -> tuple[
-        int, int
-    ]: ...  # steps done, updates done of the step in progress (0 between two steps)
+    def position(self) -> tuple[int, int]:
+        """Steps done, and updates done of the step in progress (0 between two steps)."""
+
     @property
-    def is_best(
-        self,
-    ) -> bool: ...  # whether the last evaluation, at this position, is the best so far
-    # the state that is equal on all ranks, as nested dicts and lists of tensors, texts and numbers
-    def shared_state(self) -> dict[str, Any]: ...
-    def rank_state(self) -> dict[str, Any]: ...  # of this rank, in the same form
-    # `shared_state` of rank 0 of the saved run, and `rank_state` of its ranks
-    def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None: ...
+    def is_best(self) -> bool:
+        """Whether the last evaluation, at this position, is the best so far."""
+
+    def shared_state(self) -> dict[str, Any]:
+        """The state that is equal on all ranks: nested dicts and lists of tensors, texts and
+        numbers."""
+
+    def rank_state(self) -> dict[str, Any]:
+        """The state of this rank, in the same form."""
+
+    def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None:
+        """Load `shared_state` of rank 0 of the saved run, and `rank_state` of its ranks."""
 
 
 def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
@@ -111,14 +115,13 @@ def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
                 f"{role}: was not trained when the checkpoint was saved, so it starts from scratch"
             )
     files = [folder / rank_file(rank) for rank in range(manifest.world_size)]
+    rank_state = None
     if len(files) == dist.world_size():
-        own = load_state(files[dist.rank()], mapped=True)
-    else:
-        own = None
-    ranks = RankStates(own, lambda: (load_state(file, mapped=True) for file in files))
+        rank_state = load_state(files[dist.rank()], mapped=True)
+    ranks = RankStates(rank_state, lambda: (load_state(file, mapped=True) for file in files))
     trainer.load_state(load_state(folder / SHARED), ranks)
-    if own is not None:
-        restore_rng_state(own["random"])
+    if rank_state is not None:
+        restore_rng_state(rank_state["random"])
     else:
         seed_this_rank(seed + manifest.step)
     return manifest
@@ -159,22 +162,24 @@ class CheckpointManager:
     def save_if_due(self) -> None:
         """Save a checkpoint if one is due. If a stop was requested, save the state and raise
         `StopRequested`. The trainer calls it where its state can be saved."""
-        mine = [
-            stop_requests.requested(),
-            dist.is_main() and self._is_due(),
-            not self._files.done(),
-        ]
-        stop, due, writing = self._any(mine)
-        if self._pending is not None and not writing:
+        is_asked_to_stop, is_due, is_writing = self._any(
+            [
+                stop_requests.requested(),
+                dist.is_main() and self._is_due(),
+                not self._files.done(),
+            ]
+        )
+        if self._pending is not None and not is_writing:
             self._commit()
-        if stop:
+        if is_asked_to_stop:
             raise StopRequested(
                 f"stopped as asked, saved as {self._save_now()}; {self._how_to_resume}"
             )
-        if due:
+        if is_due:
             self._save()
 
     def stop_requested(self) -> bool:
+        """Whether a stop was requested on any rank."""
         return self._any([stop_requests.requested()])[0]
 
     def stop_if(self, reason: str | None) -> None:
@@ -191,14 +196,18 @@ class CheckpointManager:
             self._commit()
 
     def _save_now(self) -> str:
+        """`finish`; returns the path of the checkpoint, for a message."""
         self.finish()
         return shown_path(self._folder.root / checkpoint_name(*self._trainer.position))
 
-    def _any(self, mine: list[bool]) -> list[bool]:
-        flags = dist.all_reduce(torch.tensor(mine, dtype=torch.int32, device=dist.device()), "max")
-        return [bool(flag) for flag in flags.tolist()]
+    def _any(self, conditions: list[bool]) -> list[bool]:
+        """Whether each of this rank's conditions holds on any rank."""
+        holds_here = torch.tensor(conditions, dtype=torch.int32, device=dist.device())
+        holds_anywhere = dist.all_reduce(holds_here, "max")
+        return [bool(flag) for flag in holds_anywhere.tolist()]
 
     def _is_due(self) -> bool:
+        """Whether a checkpoint is due by `--save_steps` or `--save_minutes`."""
         step, update = self._trainer.position
         every = self._flags.save_steps
         minutes = self._flags.save_minutes
@@ -221,8 +230,8 @@ class CheckpointManager:
         folder = self._on_main(lambda: self._folder.make_partial(name, trainer.engines_to_save))
         for role, engine in trainer.engines_to_save.items():
             save_engine(engine, folder / role, self._files)
-        own = {"random": capture_rng_state(), **trainer.rank_state()}
-        self._files.save(own, folder / rank_file(dist.rank()))
+        rank_state = {"random": capture_rng_state(), **trainer.rank_state()}
+        self._files.save(rank_state, folder / rank_file(dist.rank()))
         if dist.is_main():
             self._files.save(trainer.shared_state(), folder / SHARED)
         self._pending = Manifest(
@@ -257,22 +266,26 @@ class CheckpointManager:
                 written = self._files.wait()
         except StorageError as failure:  # on the ranks where it occurs
             problem = str(failure)
-        if (first := dist.first_problem(problem)) is not None:
-            raise StorageError(first)
+        first_problem = dist.first_problem(problem)
+        if first_problem is not None:
+            raise StorageError(first_problem)
         folder = self._folder.partial(name)
-        parts = dist.gather_objects(written)
-        files = {
-            str(path.relative_to(folder)): entry for part in parts for path, entry in part.items()
-        }
+        files: dict[str, FileEntry] = {}
+        for written_by_rank in dist.gather_objects(written):
+            for path, entry in written_by_rank.items():
+                files[str(path.relative_to(folder))] = entry
         self._on_main(lambda: self._publish(name, pending, files))
         size = sum(entry["bytes"] for entry in files.values())
         logger().info(f"checkpoint {name}: saved, {size / 2**20:.1f} MiB")
 
     def _publish(self, name: str, manifest: Manifest, files: dict[str, FileEntry]) -> None:
+        """Add the metrics and the manifest, which lists the `files`, to the checkpoint; give it its
+        name, and remove checkpoints that are too many. On rank 0."""
         folder = self._folder.partial(name)
         metrics = (self._folder.root.parent / METRICS).read_bytes()
         write_file(folder / METRICS, metrics[: manifest.metrics_offset])
-        replace(manifest, files={**files, METRICS: describe_file(folder / METRICS)}).write(folder)
+        all_files = {**files, METRICS: describe_file(folder / METRICS)}
+        replace(manifest, files=all_files).write(folder)
         self._folder.commit(name)
         for removed in self._folder.prune(self._flags.save_total_limit, protect={name}):
             logger().info(f"checkpoint {removed}: removed (--save_total_limit)")
@@ -286,9 +299,15 @@ def capture_rng_state() -> dict[str, Any]:
     """The state of the global streams of Python, numpy and torch (CPU and this rank's GPU), for
     `save_state`."""
     kind, keys, *rest = np.random.get_state()
-    gpu = torch.cuda.get_rng_state() if on_gpu() else None
-    streams = {"python": random.getstate(), "numpy": (kind, np.asarray(keys).tolist(), *rest)}
-    return {**streams, "torch": torch.get_rng_state(), "gpu": gpu}
+    gpu_state = None
+    if on_gpu():
+        gpu_state = torch.cuda.get_rng_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, np.asarray(keys).tolist(), *rest),
+        "torch": torch.get_rng_state(),
+        "gpu": gpu_state,
+    }
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:

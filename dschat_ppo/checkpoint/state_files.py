@@ -32,7 +32,7 @@ _PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.Size)
 def save_state(path: Path, state: dict[Any, Any]) -> None:
     """Write a state for `load_state`, and flush it to the disk. `OSError`: the file may be
     incomplete."""
-    _write(host_copy(state), path)
+    _write_file(host_copy(state), path)
 
 
 def load_state(path: str | Path, mapped: bool = False) -> dict[Any, Any]:
@@ -66,8 +66,15 @@ def host_copy(value: Any, seen: dict[Any, Tensor] | None = None, where: str = "s
     """A copy of nested containers in which every tensor is a contiguous copy in host memory, of a
     view only its elements. Two names of one tensor (tied weights) share one copy, which
     `torch.save` writes once. Raises `TypeError`, which says where, for a class that `load_state`
-    refuses: types are compared exactly, since it refuses numpy's float64, a float."""
-    seen = {} if seen is None else seen
+    refuses: types are compared exactly, since it refuses numpy's float64, a float.
+
+    Args:
+        value: a tensor, a plain value, or containers of them.
+        seen: the copies so far, by the tensor that was copied; None: none yet.
+        where: what `value` is, for the message.
+    """
+    if seen is None:
+        seen = {}
     if isinstance(value, Tensor):
         identity = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
         if value.numel() == 0 or identity not in seen:
@@ -88,9 +95,7 @@ def host_copy(value: Any, seen: dict[Any, Tensor] | None = None, where: str = "s
             (key, host_copy(item, seen, f"{where}[{key!r}]")) for key, item in value.items()
         )
     if kind in (list, tuple):
-        return kind(
-            host_copy(item, seen, f"{where}[{number}]") for number, item in enumerate(value)
-        )
+        return kind(host_copy(item, seen, f"{where}[{index}]") for index, item in enumerate(value))
     raise TypeError(
         f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold"
     )
@@ -107,7 +112,7 @@ class BackgroundWriter:
     def save(self, state: dict[str, Any], path: Path) -> None:
         """Copy the state as it is now, and let the thread write it. `TypeError`: `load_state` would
         refuse a value."""
-        self._written[path] = self._thread.submit(_write, host_copy(state), path)
+        self._written[path] = self._thread.submit(_write_file, host_copy(state), path)
 
     def done(self) -> bool:
         """Whether everything is written, so that `wait` returns (or raises) at once."""
@@ -121,13 +126,14 @@ class BackgroundWriter:
         written = self._written
         self._written = {}
         with watchdog_paused():
-            failures = [failure for future in written.values() if (failure := future.exception())]
-        if failures:
-            raise failures[0]
+            failures = [future.exception() for future in written.values()]
+        for failure in failures:
+            if failure is not None:
+                raise failure
         return {path: future.result() for path, future in written.items()}
 
 
-def _write(state: dict[str, Any], path: Path) -> FileEntry:
+def _write_file(state: dict[str, Any], path: Path) -> FileEntry:
     """Write, flush to the disk, and describe the file."""
     digest = hashlib.sha256()
     with open(path, "wb") as file:
@@ -138,12 +144,11 @@ def _write(state: dict[str, Any], path: Path) -> FileEntry:
 
         try:
             torch.save(state, cast(IO[bytes], SimpleNamespace(write=write, flush=file.flush)))
-        except (
-            RuntimeError
-        ) as problem:  # in which torch's archive writer may hide the error of the disk
-            raise (
-                problem.__context__ if isinstance(problem.__context__, OSError) else problem
-            ) from None
+        except RuntimeError as problem:
+            # torch's archive writer may hide the error of the disk in it
+            if isinstance(problem.__context__, OSError):
+                raise problem.__context__ from None
+            raise problem from None
         file.flush()
         os.fsync(file.fileno())
         return {"bytes": file.tell(), "sha256": digest.hexdigest()}

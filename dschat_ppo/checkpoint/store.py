@@ -38,6 +38,7 @@ _NAME = re.compile(r"step_(\d+)(?:_update_(\d+))?")
 
 
 def describe_file(path: Path) -> FileEntry:
+    """The entry of a file in a manifest."""
     return {"bytes": path.stat().st_size, "sha256": checksum(path)}
 
 
@@ -83,16 +84,17 @@ def _seal(content: dict[str, Any]) -> str:
 
 
 def _read_manifest(folder: Path) -> Manifest | str:
+    """The manifest of a checkpoint folder, or the fault because of which it cannot be used."""
     try:
         if not (folder / MANIFEST).is_file():
             return f"{MANIFEST} is missing"
         content = json.loads((folder / MANIFEST).read_bytes())
         if content["format"] != FORMAT:
-            maker = content["versions"]["dschat_ppo"]
+            version = content["versions"]["dschat_ppo"]
             time = content["saved_at"]
             return (
                 f"is of format {content['format']}, and this installation reads format {FORMAT}:"
-                f" finish or export that run with the one that saved it (dschat_ppo {maker}, at"
+                f" finish or export that run with the one that saved it (dschat_ppo {version}, at"
                 f" {time})"
             )
         seal = content.pop(_SEAL)
@@ -145,27 +147,34 @@ class CheckpointFolder:
     def names(self, since: tuple[int, int] = (0, 0)) -> list[str]:
         """Names of the checkpoints, damaged or not, oldest first, from a position (step, update)
         on."""
-        positions = []
-        for path in self.root.iterdir() if self.root.is_dir() else []:
+        if not self.root.is_dir():
+            return []
+        checkpoints = []  # (position, name)
+        for path in self.root.iterdir():
             match = _NAME.fullmatch(path.name)
             if match and path.is_dir():
-                positions.append(((int(match[1]), int(match[2] or 0)), path.name))
-        return [name for position, name in sorted(positions) if position >= since]
+                position = (int(match[1]), int(match[2] or 0))
+                checkpoints.append((position, path.name))
+        return [name for position, name in sorted(checkpoints) if position >= since]
 
     def clear_partials(self) -> None:
         """Remove what a crash left incomplete. Once at the start, with the lock held."""
         for path in list(self.root.glob(f"*{PARTIAL}")):
-            remove_folder(path) if path.is_dir() else path.unlink()
+            if path.is_dir():
+                remove_folder(path)
+            else:
+                path.unlink()
 
     def partial(self, name: str) -> Path:
         """The folder for the files of checkpoint `name`, until `commit`."""
         return self.root / f"{name}{PARTIAL}"
 
-    def make_partial(self, name: str, parts: Iterable[str] = ()) -> Path:
+    def make_partial(self, name: str, subfolders: Iterable[str] = ()) -> Path:
+        """An empty `partial` folder, with empty subfolders in it."""
         path = self.partial(name)
         remove_folder(path)
         path.mkdir(parents=True)
-        for subfolder in parts:
+        for subfolder in subfolders:
             (path / subfolder).mkdir(parents=True)
         return path
 
@@ -192,11 +201,11 @@ class CheckpointFolder:
         """(name of the newest intact checkpoint or None, a line for each fault after it). (None,
         []): none was ever saved here."""
         complaints: list[str] = []
-        left = [path.name for path in sorted(self.root.glob(f"*{SET_ASIDE}*"))]
-        if not self.names() and (left or (self.root / LATEST).exists()):
+        set_aside = [path.name for path in sorted(self.root.glob(f"*{SET_ASIDE}*"))]
+        if not self.names() and (set_aside or (self.root / LATEST).exists()):
             hint = ""
-            if left:
-                hint = f" (set aside: {', '.join(left)}; name one by --resume)"
+            if set_aside:
+                hint = f" (set aside: {', '.join(set_aside)}; name one by --resume)"
             complaints.append(f"{self.root}: the checkpoints that were saved there are gone{hint}")
         for name in reversed(self.names()):
             fault = damage(self.root / name)
@@ -223,10 +232,11 @@ class CheckpointFolder:
         if len(intact) < limit or intact[-1] != names[-1]:
             return []
         protected = {*protect, self.best()}
-        doomed = [name for name in names[: names.index(intact[-limit])] if name not in protected]
-        for name in doomed:
+        older = names[: names.index(intact[-limit])]
+        removed = [name for name in older if name not in protected]
+        for name in removed:
             self._remove(name)
-        return doomed
+        return removed
 
     def remove_all(self) -> None:
         """Remove all checkpoints, the newest last. Those set aside stay."""
@@ -254,6 +264,7 @@ class CheckpointFolder:
         sync_entries(self.root)  # after a power loss the old names must not be there again
 
     def _set_aside(self, name: str) -> Path:
+        """Rename a checkpoint, so that no run resumes from it; returns its new path."""
         target = self.root / f"{name}{SET_ASIDE}"
         suffix = 1
         while target.exists():

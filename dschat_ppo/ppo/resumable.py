@@ -115,7 +115,7 @@ class ResumablePPO:
         all ranks; the others take the same names with nothing counted, so that `reduce` is the same
         collective on every rank."""
         device = self.ppo.device
-        if ranks.own is not None:
-            return MetricSums.restored([ranks.own["sums"]], device)
+        if ranks.this_rank is not None:
+            return MetricSums.restored([ranks.this_rank["sums"]], device)
         sums = MetricSums.restored([state["sums"] for state in ranks.read_all()], device)
         return sums.scaled(float(dist.is_main()))  # the maxima are those of all ranks on each

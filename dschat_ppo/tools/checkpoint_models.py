@@ -26,7 +26,7 @@ from dschat_ppo.data.templates import answer_ends, with_template_flags
 from dschat_ppo.engine.averages import whole_averages
 from dschat_ppo.errors import StorageError, UserError
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
-from dschat_ppo.models.loading import DTYPES, load_causal_lm, load_sequence_classifier
+from dschat_ppo.models.loading import DTYPES, ModelChanges, load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.saving import (
     SavedForm,
@@ -247,17 +247,11 @@ def build_module(
         dropout = config.fit.dropout
         if run.manifest.kind == "reward" and not is_classifier:  # DPO and related losses
             dropout = dropout or 0.0
-    settings: dict[str, Any] = {
-        "dtype": config.run.dtype,
-        "ds_config": None,
-        "dropout": dropout,
-        "resize": config.run.resize_vocabulary,
-        "adapter": adapter_of(run, role),
-        "device": device,
-    }
+    dtype = config.run.dtype
+    changes = ModelChanges(dropout, config.run.resize_vocabulary, adapter_of(run, role))
     if is_classifier:
-        return ScalarModel(load_sequence_classifier(folder, new_head=True, **settings))
-    return PolicyModel(load_causal_lm(folder, **settings))
+        return ScalarModel(load_sequence_classifier(folder, dtype, None, True, changes, device))
+    return PolicyModel(load_causal_lm(folder, dtype, None, changes, device))
 
 
 def adapter_of(run: SavedRun, role: str) -> AdapterSettings | None:

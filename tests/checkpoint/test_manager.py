@@ -279,9 +279,9 @@ def test_a_checkpoint_is_restored_on_any_number_of_ranks(
         range(saved_by)
     )
     if saved_by == ranks:
-        assert states.own["mine"] == rank and torch.rand(()) == expected and seeds == []
+        assert states.this_rank["mine"] == rank and torch.rand(()) == expected and seeds == []
     else:
-        assert states.own is None and seeds == [112]
+        assert states.this_rank is None and seeds == [112]
     (folder / f"rank_{saved_by - 1}.pt").unlink()
     with pytest.raises(UserError, match=f"rank_{saved_by - 1}.pt"):
         list(states.read_all())
