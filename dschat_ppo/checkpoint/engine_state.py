@@ -220,11 +220,12 @@ def read_shards(folder: Path, common: Mapping[str, Any]) -> list[dict[str, Any]]
     and, after the first step, "exp_avg" and "exp_avg_sq", or "momentum_buffer" -> 1-D fp32 tensors
     in the same order. "steps" is AdamW's step count, "loss_scale" the attributes of DeepSpeed's
     loss scaler in fp16."""
-    shards = [load_state(folder / rank_file(rank), mapped=True) for rank in range(common["ranks"])]
-    return [
-        shard | {"fragments": [Fragment(*values) for values in shard["fragments"]]}
-        for shard in shards
-    ]
+    shards = []
+    for rank in range(common["ranks"]):
+        shard = load_state(folder / rank_file(rank), mapped=True)
+        shard["fragments"] = [Fragment(*values) for values in shard["fragments"]]
+        shards.append(shard)
+    return shards
 
 
 def partitioned_fragments(

@@ -1,9 +1,10 @@
-"""The parts of a model that need memory, counted on a model without weights (PyTorch's meta
-device)."""
+"""Sizes of a model that tell how much memory it needs, counted on a model without weights
+(PyTorch's meta device)."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -38,7 +39,8 @@ ATTENTION = "dschat_planned"
 
 @dataclass(frozen=True)
 class SavedActivations:
-    """What a forward pass saves for the backward pass, in bytes per token."""
+    """What a forward pass saves for the backward pass, in bytes per token. What several layers save
+    counts in the first of them."""
 
     layers: tuple[int, ...]  # of each decoder layer
     rest: int  # of the embedding and the last norm
@@ -56,7 +58,7 @@ class SavedActivations:
 
 
 @dataclass(frozen=True)
-class ModelParts:
+class ModelSizes:
     """Sizes of a model. Counts are of numbers (parameters), not of bytes."""
 
     total: int
@@ -91,61 +93,83 @@ def read_model_configs(config: StepConfig) -> dict[str, PretrainedConfig]:
 
 
 # the planner counts each model once, whatever flags it tries
-_COUNTED: dict[tuple[Any, ...], ModelParts] = {}
+_COUNTED: dict[tuple[Any, ...], ModelSizes] = {}
 
 
-def parts_of(
+def sizes_of(
     config: PretrainedConfig,
     dtype: str,
     scalar: bool,
     adapter: AdapterSettings | None = None,
     on_gpu: bool = True,
-) -> ModelParts:
-    """Count the parts of a model with a `scalar` head or that of a language model, in which
-    `adapter` trains; `UserError` if transformers cannot build it, if it reads numbers in its
-    forward pass and cannot run without data, or if it has not the settings of a decoder. On a CPU,
-    layers with kernels save less for the backward pass than `on_gpu`."""
+) -> ModelSizes:
+    """The sizes of a model with a `scalar` head or that of a language model, in which `adapter`
+    trains. On a CPU, layers with kernels save less for the backward pass than `on_gpu`.
+
+    Raises:
+        UserError: transformers cannot build the model, it reads numbers in its forward pass and
+            cannot run without data, or it has not the settings of a decoder.
+    """
     key = (config.to_json_string(use_diff=False), dtype, scalar, adapter, on_gpu)
-    if key in _COUNTED:
-        return _COUNTED[key]
-    with reading(f"{type(config).__name__}: its memory cannot be counted"):
-        with torch.device("meta"):
-            if scalar:
-                kind: Any = classifier_class(config)
-                model: Any = kind(config_for(kind, config)).to(DTYPES[dtype])
-            else:
-                # a copy, in which transformers notes the format
-                model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=DTYPES[dtype])
-        if not on_gpu:
-            use_fast_layers(model)
-        kv_bytes, state_bytes = (0, 0) if scalar else _cache_bytes(model)
-        if adapter is not None:
-            add_adapter(model, adapter)
-        backbone = model.base_model if scalar else backbone_of(model)
-        sizes = [
-            sum(weight.numel() for weight in layer.parameters())
-            for layer in decoder_layers(backbone)
-        ]
-        weights = dict(model.named_parameters())  # a tied one once
-        _COUNTED[key] = ModelParts(
-            total=sum(weight.numel() for weight in weights.values()),
-            layers=sum(sizes),
-            layer=max(sizes),
-            trained=sum(weight.numel() for weight in weights.values() if weight.requires_grad),
-            adapted=sum(
-                layer.get_base_layer().weight.numel() for layer in adapter_layers(model).values()
-            ),
-            matrices=sum(
-                w.numel() for name, w in weights.items() if is_layer_matrix(name, w.shape)
-            ),
-            largest=max(weight.numel() for weight in weights.values()),
-            hidden=config.get_text_config().hidden_size,
-            vocabulary=1 if scalar else model.get_output_embeddings().weight.shape[0],
-            kv_bytes=kv_bytes,
-            state_bytes=state_bytes,
-            saved=saved_activations(backbone),
-        )
+    if key not in _COUNTED:
+        with reading(f"{type(config).__name__}: its memory cannot be counted"):
+            _COUNTED[key] = _count_sizes(config, dtype, scalar, adapter, on_gpu)
     return _COUNTED[key]
+
+
+def _count_sizes(
+    config: PretrainedConfig,
+    dtype: str,
+    scalar: bool,
+    adapter: AdapterSettings | None,
+    on_gpu: bool,
+) -> ModelSizes:
+    """`sizes_of`, by building the model and running it on the meta device. Building may raise
+    almost any exception."""
+    with torch.device("meta"):
+        if scalar:
+            kind: Any = classifier_class(config)
+            model: Any = kind(config_for(kind, config)).to(DTYPES[dtype])
+        else:
+            # a copy, in which transformers notes the format
+            model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=DTYPES[dtype])
+    if not on_gpu:
+        use_fast_layers(model)
+    if scalar:
+        backbone = model.base_model
+        vocabulary = 1
+        kv_bytes = 0
+        state_bytes = 0
+    else:
+        backbone = backbone_of(model)
+        vocabulary = model.get_output_embeddings().weight.shape[0]
+        kv_bytes, state_bytes = _cache_bytes(model)
+    if adapter is not None:
+        add_adapter(model, adapter)
+    layers = [_numbers_in(layer.parameters()) for layer in decoder_layers(backbone)]
+    weights = dict(model.named_parameters())  # a tied one once
+    adapted = [layer.get_base_layer().weight for layer in adapter_layers(model).values()]
+    trained = [weight for weight in weights.values() if weight.requires_grad]
+    matrices = [weight for name, weight in weights.items() if is_layer_matrix(name, weight.shape)]
+    return ModelSizes(
+        total=_numbers_in(weights.values()),
+        layers=sum(layers),
+        layer=max(layers),
+        trained=_numbers_in(trained),
+        adapted=_numbers_in(adapted),
+        matrices=_numbers_in(matrices),
+        largest=max(weight.numel() for weight in weights.values()),
+        hidden=config.get_text_config().hidden_size,
+        vocabulary=vocabulary,
+        kv_bytes=kv_bytes,
+        state_bytes=state_bytes,
+        saved=saved_activations(backbone),
+    )
+
+
+def _numbers_in(tensors: Iterable[Tensor]) -> int:
+    """How many numbers the tensors hold together."""
+    return sum(tensor.numel() for tensor in tensors)
 
 
 def _cache_bytes(model: PreTrainedModel) -> tuple[int, int]:
@@ -177,60 +201,67 @@ class _Fused(torch.autograd.Function):
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **options: Any
 ) -> tuple[Any, None]:
+    """An attention function of transformers: (b, heads, T, d) -> (b, T, heads, d)."""
     return _Fused.apply(query, key, value), None
 
 
 AttentionInterface.register(ATTENTION, _attention)
 
 
+class _SavedBytes:
+    """Counts the bytes of the memory that a forward pass saves: each piece once, in the layer that
+    saves it first, and none that holds parameters of `model`."""
+
+    OUTSIDE = -1  # in place of the index of a layer: none runs
+
+    def __init__(self, model: PreTrainedModel):
+        self.of_layer = Counter[int]()
+        self._layer = self.OUTSIDE
+        storages = [weight.untyped_storage() for weight in model.parameters()]
+        self._known = {storage._cdata: storage for storage in storages}
+
+    def enter(self, layer: int, *_: Any) -> None:
+        """As a hook of a module: from now on the layer with this index runs."""
+        self._layer = layer
+
+    def save(self, tensor: Tensor) -> Tensor:
+        """As a hook of saved tensors: count the memory of one."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._known:
+            self._known[storage._cdata] = storage  # a reference, so that its key is not used again
+            self.of_layer[self._layer] += storage.nbytes()
+        return tensor
+
+
 def saved_activations(backbone: PreTrainedModel) -> SavedActivations:
-    """What a forward pass of a model on the meta device saves for each token, without parameters:
-    each piece of memory once, in the layer that saves it first. `backbone` has no head."""
+    """What a forward pass of a model on the meta device saves for each token, without parameters.
+    `backbone` has no head."""
     model: Any = backbone
     config = model.config
     layers = decoder_layers(model)
     text = config.get_text_config()
-    before = config._attn_implementation
-    tokens = max(
-        1,
-        min(
-            TOKENS,
-            (getattr(text, "max_position_embeddings", None) or TOKENS) - first_position(config),
-        ),
-    )
-    # the layer that runs (-1: none), and the bytes that each saves
-    place = -1
-    sizes = Counter[int]()
-    known = {
-        weight.untyped_storage()._cdata: weight.untyped_storage() for weight in model.parameters()
-    }
-
-    def save(tensor: Tensor) -> Tensor:
-        memory = tensor.untyped_storage()
-        if memory._cdata not in known:
-            known[memory._cdata] = memory  # kept, so that its number is not used again
-            sizes[place] += memory.nbytes()
-        return tensor
-
-    def note(layer: int, *_: Any) -> None:
-        nonlocal place
-        place = layer
-
+    positions = getattr(text, "max_position_embeddings", None) or TOKENS
+    tokens = max(1, min(TOKENS, positions - first_position(config)))
+    saved = _SavedBytes(model)
     model.train()
     with ExitStack() as stack:
-        stack.callback(setattr, config, "_attn_implementation", before)
+        stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
         if attention_is_replaceable(model) and config.model_type not in MASK_IS_READ:
             config._attn_implementation = ATTENTION
         model.warn_if_padding_and_no_attention_mask = lambda *_: None  # it reads the ids
         stack.callback(delattr, model, "warn_if_padding_and_no_attention_mask")
-        for number, layer in enumerate(layers):
-            stack.callback(layer.register_forward_pre_hook(partial(note, number)).remove)
-            stack.callback(layer.register_forward_hook(partial(note, -1)).remove)
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor))
+        for index, layer in enumerate(layers):
+            begin = layer.register_forward_pre_hook(partial(saved.enter, index))
+            end = layer.register_forward_hook(partial(saved.enter, saved.OUTSIDE))
+            stack.callback(begin.remove)
+            stack.callback(end.remove)
+        hooks = torch.autograd.graph.saved_tensors_hooks(saved.save, lambda tensor: tensor)
+        stack.enter_context(hooks)
         ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
-        positions = position_arguments(model, torch.arange(tokens, device="meta").unsqueeze(0))
-        model(input_ids=ids, attention_mask=None, use_cache=False, **positions)
-    kept = tuple(sizes[number] // tokens for number in range(len(layers)))
+        arguments = position_arguments(model, torch.arange(tokens, device="meta").unsqueeze(0))
+        model(input_ids=ids, attention_mask=None, use_cache=False, **arguments)
     return SavedActivations(
-        kept, sizes[-1] // tokens, text.hidden_size * next(model.parameters()).element_size()
+        layers=tuple(saved.of_layer[index] // tokens for index in range(len(layers))),
+        rest=saved.of_layer[saved.OUTSIDE] // tokens,
+        layer_input=text.hidden_size * next(model.parameters()).element_size(),
     )

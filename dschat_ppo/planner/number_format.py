@@ -64,13 +64,13 @@ def with_dtype(config: Config) -> Config:
     """
     if config.run.dtype != AUTO:
         return config
-    chosen = dist.on_main(lambda: _given_format(config))
+    chosen = dist.on_main(lambda: _format_without_measuring(config))
     if chosen is None:
-        hidden, inner = dist.on_main(lambda: widths_of(_trained_model(config)))
+        hidden, inner = dist.on_main(lambda: widths_of(_trained_model_config(config)))
         seconds = time_products(hidden, inner)
-        chosen = dist.on_main(lambda: _faster_that_fits(config, seconds, _fits))
+        chosen = dist.on_main(lambda: _faster_that_fits(config, seconds, _fits_in_memory))
     logger().info(str(chosen))
-    return _in_format(config, chosen.dtype)
+    return _config_in(config, chosen.dtype)
 
 
 def dtype_for_plan(
@@ -108,15 +108,15 @@ def parameters_of(folder: str) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def _in_format(config: Config, dtype: str) -> Config:
-    """Another configuration, whose flags are checked with the format: `UserError` if they do not
-    fit it."""
+def _config_in(config: Config, dtype: str) -> Config:
+    """`config` with the number format `dtype`. `UserError`: its other flags do not go with it."""
     run = replace(config.run, dtype=cast(Any, dtype))
     return replace(config, run=run)
 
 
-def _given_format(config: StepConfig) -> NumberFormat | None:
-    """The format if nothing has to be measured; else None. On rank 0."""
+def _format_without_measuring(config: StepConfig) -> NumberFormat | None:
+    """The format that an earlier run, `--deepspeed_config` or the device decides; None: processors
+    of this kind differ, so products have to be timed. On rank 0."""
     earlier = earlier_dtype(config)
     if earlier is not None:
         return NumberFormat(*earlier)
@@ -139,8 +139,9 @@ def _format_of_overlay(config: StepConfig) -> NumberFormat | None:
 def _format_of_hardware() -> NumberFormat | None:
     """The format if the device leaves no choice; None on a CPU with bf16 arithmetic."""
     if not dist.on_gpu():
-        only_fp32 = NumberFormat("fp32", "this processor has no bf16 arithmetic")
-        return None if _multiplies_bf16() else only_fp32
+        if _multiplies_bf16():
+            return None
+        return NumberFormat("fp32", "this processor has no bf16 arithmetic")
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return NumberFormat("bf16", "this GPU has bf16 arithmetic")
     return NumberFormat("fp16", "this GPU has no bf16 arithmetic")
@@ -153,7 +154,7 @@ def _multiplies_bf16() -> bool:
     return is_supported and has_library and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def _trained_model(config: StepConfig) -> PretrainedConfig:
+def _trained_model_config(config: StepConfig) -> PretrainedConfig:
     """The configuration of the model that trains; of step 3 that of the actor."""
     with settings_only():
         models = read_model_configs(config)
@@ -195,12 +196,13 @@ def time_products(hidden: int, inner: int) -> dict[str, float]:
 def _operands(hidden: int, inner: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor]]:
     """States (ROWS, inputs), weight (outputs, inputs) and gradient of the outputs (ROWS, outputs)
     of each product. The values do not affect the time, if they are no denormal numbers."""
-    made = []
+    operands = []
     for inputs, outputs in ((hidden, hidden), (hidden, inner), (inner, hidden)):
-        shapes = ((ROWS, inputs), (outputs, inputs), (ROWS, outputs))
-        states, weight, gradient = (torch.ones(shape, dtype=dtype) for shape in shapes)
-        made.append((states, weight, gradient))
-    return made
+        states = torch.ones(ROWS, inputs, dtype=dtype)
+        weight = torch.ones(outputs, inputs, dtype=dtype)
+        gradient = torch.ones(ROWS, outputs, dtype=dtype)
+        operands.append((states, weight, gradient))
+    return operands
 
 
 def _run_products(states: Tensor, weight: Tensor, gradient: Tensor) -> None:
@@ -231,16 +233,18 @@ def faster_format(seconds: dict[str, float], fp32_fits: bool) -> NumberFormat:
 def _faster_that_fits(
     config: Config, seconds: dict[str, float], fits: Callable[[Config], bool]
 ) -> NumberFormat:
+    """`faster_format`, or bf16 if the other flags do not go with fp32. `seconds`: those of
+    `time_products`; `fits`: whether a configuration in fp32 fits in memory."""
     try:
-        in_fp32 = _in_format(config, "fp32")
+        in_fp32 = _config_in(config, "fp32")
     except UserError:  # another flag needs bf16, such as --optimizer muon at ZeRO stage 1
         return NumberFormat("bf16", "the other flags do not go with fp32")
     return faster_format(seconds, fits(in_fp32))
 
 
-def _fits(config: StepConfig) -> bool:
-    """Whether a run on a CPU fits in memory by the plan; True if there is no plan, which the run
-    says (`show_memory_plan`)."""
+def _fits_in_memory(config: StepConfig) -> bool:
+    """Whether a run on a CPU fits by the plan; True if there is no plan, which the run says
+    (`show_memory_plan`)."""
     with attempt() as tried, settings_only():
         models = read_model_configs(config)
         plan = plan_step(

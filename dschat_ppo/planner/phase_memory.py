@@ -15,11 +15,11 @@ from dschat_ppo.models.micro_batches import COPIED, sharing_pays
 from dschat_ppo.planner.role_memory import (
     FP32,
     Role,
-    accumulated,
+    accumulated_gradients,
     activations,
     fused_head_bytes,
-    held_by,
     running_rows,
+    steady_bytes,
     update_gradients,
 )
 from dschat_ppo.rollout.cache_memory import (
@@ -57,7 +57,7 @@ def steady_phase(name: str, config: StepConfig, roles: Sequence[Role]) -> Phase:
     optimizer states) keeps its host memory."""
     phase = Phase(name)
     for role in roles:
-        for kind, size, on_host in held_by(role):
+        for kind, size, on_host in steady_bytes(role):
             phase.add(role.name, kind, size, on_host)
             is_copied = kind == "optimizer" or (kind == "weights" and role.name != "actor")
             if sleeps(config, role) and is_copied and not on_host:
@@ -65,7 +65,7 @@ def steady_phase(name: str, config: StepConfig, roles: Sequence[Role]) -> Phase:
     # an fp32 average, divided over the ranks
     if isinstance(config, PPOConfig) and config.ppo.enable_ema:
         phase.add(
-            "average", "weights", FP32 * roles[0].parts.trained / roles[0].ranks, on_host=True
+            "average", "weights", FP32 * roles[0].sizes.trained / roles[0].ranks, on_host=True
         )
     return phase
 
@@ -86,19 +86,19 @@ def update_phase(
     name = f"{role.name} update"
     if role.name == "model":
         name = "update"
-    parts = role.parts
+    sizes = role.sizes
     beginning = steady_phase(name, config, roles)
     for kind, size, on_host in activations(role, tokens, config.memory.offload_activations):
         beginning.add(role.name, kind, size, on_host)
     beginning.add(role.name, "logits", fused_head_bytes(role, tokens))
-    beginning.add(role.name, "gradients", role.itemsize * min(parts.head, parts.trained))
+    beginning.add(role.name, "gradients", role.itemsize * min(sizes.head, sizes.trained))
     earlier_gradients = 0
     if micro_batches > 1:
-        earlier_gradients = accumulated(role)
+        earlier_gradients = accumulated_gradients(role)
     beginning.add(role.name, "gradients", earlier_gradients)
     end = steady_phase(name, config, roles)
     end.add(role.name, "gradients", update_gradients(role))
-    end.add(role.name, "activations", parts.saved.layer * tokens)
+    end.add(role.name, "activations", sizes.saved.layer * tokens)
     largest = max(beginning, end, key=Phase.total)
     largest.add(role.name, "buffers", role.gathered)
     return largest
@@ -110,7 +110,7 @@ def scoring_phase(config: PPOConfig, roles: Sequence[Role], tokens: int) -> Phas
     phases = []
     for role in roles:
         phase = steady_phase("scoring", config, roles)
-        phase.add(role.name, "activations", role.parts.saved.layer * tokens)
+        phase.add(role.name, "activations", role.sizes.saved.layer * tokens)
         phase.add(role.name, "logits", fused_head_bytes(role, tokens))
         phase.add(role.name, "buffers", role.gathered)
         phases.append(phase)
@@ -122,9 +122,9 @@ def checkpoint_phase(config: StepConfig, roles: Sequence[Role]) -> Phase:
     in host memory, and brings them into the number format in which they are saved."""
     phase = steady_phase("checkpoint", config, roles)
     phase.once = max(
-        max(role.itemsize, role.saved_itemsize) * role.parts.total
+        max(role.itemsize, role.saved_itemsize) * role.sizes.total
         for role in roles
-        if role.parts.trained
+        if role.sizes.trained
     )
     return phase
 
@@ -181,7 +181,7 @@ def rollout_phase(
     take."""
     ppo = config.ppo
     actor = roles[0]
-    parts = actor.parts
+    sizes = actor.sizes
     phase = steady_phase("rollout", config, roles)
     if sleeps(config, actor):
         staying: dict[tuple[str, str, bool], int] = {}
@@ -202,8 +202,8 @@ def rollout_phase(
         planned = phase.total(on_host=False)
     free = device_memory - planned
     rows = running_rows(actor, plan.rows_per_rank * shards, length, ppo.rollout_rows, free)
-    phase.add("actor", "KV cache", parts.cache_bytes(length) * rows / shards)
-    phase.add("actor", "logits", LOGITS_BYTES * rows * parts.vocabulary)
+    phase.add("actor", "KV cache", sizes.cache_bytes(length) * rows / shards)
+    phase.add("actor", "logits", LOGITS_BYTES * rows * sizes.vocabulary)
     return phase, rows
 
 
@@ -211,14 +211,14 @@ def generation_weights(actor: Role, by_layer: bool, shards: int) -> float:
     """Bytes of the weights that generation makes beside those that the actor holds: gathered ones,
     `by_layer` one layer at a time, else 1 / `shards` of the layers; or merged ones, where LoRA
     adapts them. A CPU lays matrices out again."""
-    parts = actor.parts
-    size: float = actor.itemsize * parts.adapted
+    sizes = actor.sizes
+    size: float = actor.itemsize * sizes.adapted
     if actor.bits:  # quantised weights are not merged
         size = 0
     if by_layer:
-        return actor.itemsize * (parts.layer + parts.head)
+        return actor.itemsize * (sizes.layer + sizes.head)
     if actor.gathered:
-        size = actor.itemsize * (parts.total - parts.layers + parts.layers / shards)
+        size = actor.itemsize * (sizes.total - sizes.layers + sizes.layers / shards)
     if not actor.on_gpu:
-        size += actor.itemsize * parts.total
+        size += actor.itemsize * sizes.total
     return size

@@ -3,7 +3,7 @@ at the start of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from dschat_ppo.engine.build_engine import may_be_whole
 from dschat_ppo.engine.ds_config import config_of_run, eval_config
 from dschat_ppo.errors import UserError, attempt, counted, in_one_line
 from dschat_ppo.models.adapters import adapter_settings
-from dschat_ppo.planner.model_parts import parts_of, read_model_configs
+from dschat_ppo.planner.model_parts import ModelSizes, read_model_configs, sizes_of
 from dschat_ppo.planner.phase_memory import (
     Phase,
     checkpoint_phase,
@@ -45,7 +45,7 @@ HOST_PROCESS = int(0.75 * GIB)
 # holds beyond tensors.
 GPU_CONTEXT = 1 * GIB
 FRAGMENTATION = 0.06
-# before the flags of a model that trains
+# role of a model that trains -> the beginning of its flags
 FLAG_PREFIXES = {"model": "", "actor": "actor_", "critic": "critic_"}
 
 
@@ -119,6 +119,7 @@ class Plan:
         ]
 
     def peak_text(self) -> str:
+        """What the peaks need, for a message."""
         return ", ".join(map(str, self.peaks))
 
 
@@ -141,8 +142,10 @@ def plan_step(
     on_gpu = device_memory > 0
     rows = 0
     rank_memory = host_memory // per_node
+    tensor_memory = usable(rank_memory)
     if on_gpu:
         rank_memory = device_memory
+        tensor_memory = int((usable(rank_memory) - GPU_CONTEXT) / (1 + FRAGMENTATION))
     roles = roles_of(config, model_configs, ranks, rank_memory, on_gpu)
     phases = list[Phase]()
     if isinstance(config, PPOConfig):
@@ -151,19 +154,15 @@ def plan_step(
         plan = plan_ppo(
             config.ppo, MANY_PROMPTS, ranks, 0, config.memory.sequence_parallel_size, steps, on_gpu
         )
-        if on_gpu:
-            of_tensors = int((usable(rank_memory) - GPU_CONTEXT) / (1 + FRAGMENTATION))
-        else:
-            of_tensors = usable(rank_memory)
         tokens, micro_batches = ppo_batch(plan)
-        rollout, rows = rollout_phase(config, plan, roles, model_configs["actor"], of_tensors)
+        rollout, rows = rollout_phase(config, plan, roles, model_configs["actor"], tensor_memory)
         phases += [rollout, scoring_phase(config, roles, tokens)]
     else:
         tokens, micro_batches = supervised_batch(config, ranks, on_gpu)
     phases += [
         update_phase(config, roles, role, tokens, micro_batches)
         for role in roles
-        if role.parts.trained
+        if role.sizes.trained
     ]
     phases.append(checkpoint_phase(config, roles))
     return Plan(phases, roles, rows, ranks, per_node, device_memory, host_memory)
@@ -189,36 +188,17 @@ def roles_of(
     """The models that a step holds; the actor is the first of step 3. `device_memory`: bytes of a
     rank's device, or on a CPU its share of the host's."""
     flags = flatten(config)
-    reads_actor = (  # the frozen base of the actor is the reference
-        isinstance(config, PPOConfig)
-        and config.actor_base_is_frozen
-        and not flags["ref_model_name_or_path"]
-    )
+    device_type = "cpu"
+    if on_gpu:
+        device_type = "cuda"
     roles = list[Role]()
     for name, model in models.items():
-        scalar = name in ("critic", "reward") or (isinstance(config, FitConfig) and config.has_head)
-        adapter = None
-        prefix = FLAG_PREFIXES.get(name)  # None: it does not train
-        if prefix is not None:
-            counted_as = replace(
-                config.adapters, lora_dropout=0.0, load_in_4bit=False, load_in_8bit=False
-            )
-            adapter = adapter_settings(config.lora, counted_as, prefix)
-        size = parts_of(model, config.run.dtype, scalar, adapter, on_gpu)
-        trained = 0
-        if prefix is not None:
-            trained = size.trained
-        shared = 0  # parameters that another role has
-        if name in ("critic", "reward") and flags["share_base"]:
-            shared = size.total - size.head
-            if prefix is not None:
-                shared = size.total - size.trained
-        elif name == "reference" and reads_actor:
-            shared = min(roles[0].parts.total - roles[0].parts.trained, size.total)
-        if prefix is not None:
-            ds_config = config_of_run(
-                config, flags[f"{prefix}zero_stage"], ranks, "cuda" if on_gpu else "cpu"
-            )
+        sizes = _sizes_of_role(config, name, model, on_gpu)
+        shared = _shared_parameters(config, name, sizes, roles)
+        prefix = FLAG_PREFIXES.get(name)
+        trains = prefix is not None
+        if trains:
+            ds_config = config_of_run(config, flags[f"{prefix}zero_stage"], ranks, device_type)
         else:
             stage = roles[0].stage
             if name == "reward" and not shared:
@@ -227,29 +207,62 @@ def roles_of(
             ds_config = eval_config(stage, config.run.dtype, offloads, ranks)
         zero = ds_config["zero_optimization"]
         by_layer = name == "actor" and flags["unpin_actor_parameters"]
-        weight_bytes = ITEMSIZE[config.run.dtype] * size.total
+        weight_bytes = ITEMSIZE[config.run.dtype] * sizes.total
+        trained = 0
+        if trains:
+            trained = sizes.trained
         bits = 0
-        if size.adapted and not shared:
+        if sizes.adapted and not shared:
             bits = quantised_bits(flags)
-        roles.append(
-            Role(
-                name,
-                replace(size, total=size.total - shared, trained=trained),
-                config.run.dtype,
-                ranks,
-                zero["stage"],
-                checkpoints=prefix is not None and flags[f"{prefix}gradient_checkpointing"],
-                offloads_optimizer=zero["stage"] > 0 and offloads_part(zero, "optimizer"),
-                offloads_weights=zero["stage"] == 3 and offloads_part(zero, "param"),
-                kept_whole=not by_layer
-                and may_be_whole(ds_config, weight_bytes, ranks, device_memory),
-                on_gpu=on_gpu,
-                muon=prefix is not None and config.run.optimizer == "muon",
-                saved_itemsize=saved_itemsize(config, model),
-                bits=bits,
-            )
+        role = Role(
+            name,
+            replace(sizes, total=sizes.total - shared, trained=trained),
+            config.run.dtype,
+            ranks,
+            zero["stage"],
+            checkpoints=trains and flags[f"{prefix}gradient_checkpointing"],
+            offloads_optimizer=zero["stage"] > 0 and offloads_part(zero, "optimizer"),
+            offloads_weights=zero["stage"] == 3 and offloads_part(zero, "param"),
+            kept_whole=not by_layer and may_be_whole(ds_config, weight_bytes, ranks, device_memory),
+            on_gpu=on_gpu,
+            muon=trains and config.run.optimizer == "muon",
+            saved_itemsize=saved_itemsize(config, model),
+            bits=bits,
         )
+        roles.append(role)
     return roles
+
+
+def _sizes_of_role(
+    config: StepConfig, name: str, model: PretrainedConfig, on_gpu: bool
+) -> ModelSizes:
+    """The sizes of a role's whole model, with its LoRA adapter if it trains one."""
+    is_scalar = name in ("critic", "reward") or (isinstance(config, FitConfig) and config.has_head)
+    adapter = None
+    if name in FLAG_PREFIXES:
+        # dropout and quantisation do not change what is counted
+        flags = replace(config.adapters, lora_dropout=0.0, load_in_4bit=False, load_in_8bit=False)
+        adapter = adapter_settings(config.lora, flags, FLAG_PREFIXES[name])
+    return sizes_of(model, config.run.dtype, is_scalar, adapter, on_gpu)
+
+
+def _shared_parameters(
+    config: StepConfig, name: str, sizes: ModelSizes, roles: Sequence[Role]
+) -> int:
+    """How many parameters of a role's model are those of the actor, the first of the `roles` so
+    far."""
+    if not isinstance(config, PPOConfig):
+        return 0
+    if name in ("critic", "reward") and config.lora.share_base:
+        if name in FLAG_PREFIXES:
+            return sizes.total - sizes.trained
+        return sizes.total - sizes.head
+    # the frozen base of the actor is the reference
+    reads_actor = config.actor_base_is_frozen and not config.reference.ref_model_name_or_path
+    if name == "reference" and reads_actor:
+        actor = roles[0].sizes
+        return min(actor.total - actor.trained, sizes.total)
+    return 0
 
 
 def quantised_bits(flags: Mapping[str, Any]) -> int:

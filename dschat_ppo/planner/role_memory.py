@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dschat_ppo.algorithms.fused_logprobs import BLOCK_BYTES, GPU_BLOCK_BYTES
 from dschat_ppo.engine.ds_config import BUCKET_SIZE
-from dschat_ppo.planner.model_parts import ModelParts
+from dschat_ppo.planner.model_parts import ModelSizes
 from dschat_ppo.rollout.cache_memory import (
     LOGITS_BYTES,
     LOGITS_SHARE,
@@ -36,7 +36,7 @@ CPU_BUCKET = 500_000_000
 SUMMED_TOGETHER = CPU_BUCKET
 PARTS = ("weights", "gradients", "optimizer", "activations", "KV cache", "logits", "buffers")
 # (one of `PARTS`, bytes, whether they are in host memory)
-HeldBytes = tuple[str, float, bool]
+RoleBytes = tuple[str, float, bool]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Role:
     """A model of a run, and how its engine holds it."""
 
     name: str  # such as "actor"
-    parts: ModelParts  # without what another role has; `trained` is 0 if it has no optimizer
+    sizes: ModelSizes  # without what another role has; `trained` is 0 if it has no optimizer
     dtype: str  # "bf16", "fp16" or "fp32"
     ranks: int  # over which ZeRO divides
     stage: int  # of ZeRO, as it runs (`engine/ds_config.py`): in bf16 and fp16 not 0
@@ -68,8 +68,8 @@ class Role:
         """Trained parameters whose optimizer states this rank holds: T / N from stage 1 on, else
         T."""
         if self.stage > 0:
-            return -(-self.parts.trained // self.ranks)
-        return self.parts.trained
+            return -(-self.sizes.trained // self.ranks)
+        return self.sizes.trained
 
     @property
     def summed(self) -> int:
@@ -90,27 +90,28 @@ class Role:
         numbers_in_bucket = CPU_BUCKET
         if self.on_gpu:
             numbers_in_bucket = BUCKET_SIZE
-        return self.itemsize * min(numbers_in_bucket, self.parts.trained)
+        return self.itemsize * min(numbers_in_bucket, self.sizes.trained)
 
     @property
     def gathered(self) -> int:
         """Bytes of the weights that a pass at stage 3 gathers at a time: the running layer, the
-        next ones up to `LIVE_NUMBERS`. s x min(P, 10^9); the largest part, embedding or head, fits
-        in that for most models."""
-        if self.stage < 3 or self.kept_whole or self.ranks == 1 and not self.offloads_weights:
+        next ones up to `LIVE_NUMBERS`. s x min(P, 10^9); the largest weight, of the embedding or
+        the head, fits in that for most models."""
+        has_all_weights = self.ranks == 1 and not self.offloads_weights
+        if self.stage < 3 or self.kept_whole or has_all_weights:
             return 0
-        return self.itemsize * min(self.parts.total, LIVE_NUMBERS)
+        return self.itemsize * min(self.sizes.total, LIVE_NUMBERS)
 
 
-def held_by(role: Role) -> Iterator[HeldBytes]:
+def steady_bytes(role: Role) -> Iterator[RoleBytes]:
     """What a model holds between two updates."""
-    parts = role.parts
+    sizes = role.sizes
     ranks = role.ranks
     # s P, less where QLoRA quantises some; at stage 3 s P / N, and whole ones too if several ranks
     # keep them
-    whole_weights: float = role.itemsize * parts.total
+    whole_weights: float = role.itemsize * sizes.total
     if role.bits:
-        whole_weights -= parts.adapted * (role.itemsize - role.bits / 8)
+        whole_weights -= sizes.adapted * (role.itemsize - role.bits / 8)
     weights = whole_weights
     if role.stage == 3:
         weights = whole_weights / ranks
@@ -119,49 +120,55 @@ def held_by(role: Role) -> Iterator[HeldBytes]:
     if role.kept_whole and ranks > 1:
         gathered_weights = whole_weights
     yield "weights", gathered_weights, False
+    yield from _optimizer_bytes(role)
+    if role.stage == 3:  # this rank's shard, and the bucket
+        yield "gradients", role.summed * role.shard, role.offloads_optimizer
+        yield "buffers", role.bucket, False
+    elif role.sums_at_once:
+        yield "gradients", FP32 * sizes.trained, False
+
+
+def _optimizer_bytes(role: Role) -> Iterator[RoleBytes]:
+    """The states of a model's optimizer, and what an update on the host needs besides."""
+    sizes = role.sizes
     # (4 + 8) T / N, and 4 / N less for each parameter under Muon; in fp32 at stage 0 the weights
     # are the fp32 weights
     bytes_per_parameter = MOMENTS
     shards = 1
     if role.stage > 0:
         bytes_per_parameter += MASTER
-        shards = ranks
+        shards = role.ranks
     states = role.shard * bytes_per_parameter
     if role.muon:
-        states -= FP32 * parts.matrices // shards
+        states -= FP32 * sizes.matrices // shards
     yield "optimizer", states, role.offloads_optimizer
-    if role.offloads_optimizer:  # the update on the host also needs gradients in fp32
-        yield "optimizer", FP32 * role.shard, True
+    if role.offloads_optimizer:
+        yield "optimizer", FP32 * role.shard, True  # gradients in fp32
         if role.stage < 3:
             # and new weights to send back, and two buffers of the largest parameter, one on the
             # device
-            largest = FP32 * min(parts.largest, parts.trained)
+            largest = FP32 * min(sizes.largest, sizes.trained)
             yield "optimizer", role.itemsize * role.shard + largest, True
             yield "optimizer", largest, False
-    if role.stage == 3:  # this rank's part, and the bucket
-        yield "gradients", role.summed * role.shard, role.offloads_optimizer
-        yield "buffers", role.bucket, False
-    elif role.sums_at_once:
-        yield "gradients", FP32 * parts.trained, False
 
 
-def accumulated(role: Role) -> int:
-    """Bytes of gradients that stay from one micro-batch of an update to the next, beyond `held_by`:
-    at stages 0 and 1 4 T, and at stage 2 this rank's part, 4 T / N, which an offloaded optimizer
-    has in host memory (fp16: 2 for 4)."""
+def accumulated_gradients(role: Role) -> int:
+    """Bytes of gradients that stay from one micro-batch of an update to the next, beyond
+    `steady_bytes`: at stages 0 and 1 4 T, and at stage 2 this rank's shard, 4 T / N, which an
+    offloaded optimizer has in host memory (fp16: 2 for 4)."""
     if role.stage == 3 or role.sums_at_once or role.stage == 2 and role.offloads_optimizer:
         return 0
     if role.stage == 2:
         return role.summed * role.shard
-    return role.summed * role.parts.trained
+    return role.summed * role.sizes.trained
 
 
 def update_gradients(role: Role) -> int:
-    """Bytes of gradients that an update needs at the end of backward, beyond `held_by`. Stage 3:
-    those of the running layers until they are in the bucket. Else those of autograd, s T (at stage
-    2 until a bucket of them is reduced), the bucket, and this rank's sums in fp32, 4 T / N, unless
-    they are offloaded."""
-    trained = role.parts.trained
+    """Bytes of gradients that an update needs at the end of backward, beyond `steady_bytes`. Stage
+    3: those of the running layers until they are in the bucket. Else those of autograd, s T (at
+    stage 2 until a bucket of them is reduced), the bucket, and this rank's sums in fp32, 4 T / N,
+    unless they are offloaded."""
+    trained = role.sizes.trained
     if role.stage == 3:
         return role.bucket
     # of one parameter in bf16 and in fp32, or with several ranks a copy of the sums
@@ -169,25 +176,24 @@ def update_gradients(role: Role) -> int:
         is_copied = role.ranks > 1 and trained <= SUMMED_TOGETHER
         if is_copied:
             return FP32 * trained
-        return (role.itemsize + FP32) * min(role.parts.largest, trained)
+        return (role.itemsize + FP32) * min(role.sizes.largest, trained)
+    of_autograd = role.itemsize * trained
+    if role.stage == 2:
+        of_autograd = role.bucket
     if role.stage == 0:
         if role.ranks == 1:
-            return role.itemsize * trained
-        return role.itemsize * trained + role.bucket
-    if role.stage == 1:
-        autograd = role.itemsize * trained
-    else:
-        autograd = role.bucket
+            return of_autograd
+        return of_autograd + role.bucket
     if role.offloads_optimizer:
-        return autograd + role.bucket
-    return autograd + role.bucket + FP32 * role.shard
+        return of_autograd + role.bucket
+    return of_autograd + role.bucket + FP32 * role.shard
 
 
-def activations(role: Role, tokens: int, on_host: bool = False) -> Iterator[HeldBytes]:
+def activations(role: Role, tokens: int, on_host: bool = False) -> Iterator[RoleBytes]:
     """What the backward pass of a micro-batch needs: bytes per token (`SavedActivations`) x tokens.
     With gradient checkpointing: the inputs of the layers, and the whole of the layer that runs
     again. `on_host`: a GPU has those of one layer at a time."""
-    saved = role.parts.saved
+    saved = role.sizes.saved
     on_host = on_host and role.on_gpu
     if role.checkpoints:
         per_token = len(saved.layers) * saved.layer_input + saved.rest
@@ -208,7 +214,7 @@ def fused_head_bytes(role: Role, tokens: int) -> int:
     block = BLOCK_BYTES
     if role.on_gpu:
         block = GPU_BLOCK_BYTES
-    return 3 * min(block, FP32 * tokens * role.parts.vocabulary)
+    return 3 * min(block, FP32 * tokens * role.sizes.vocabulary)
 
 
 def running_rows(role: Role, rows: int, length: int, rollout_rows: int, free: int) -> int:
@@ -221,11 +227,11 @@ def running_rows(role: Role, rows: int, length: int, rollout_rows: int, free: in
         rollout_rows: `--rollout_rows`; 0: as many as memory allows.
         free: bytes of the device that everything else leaves.
     """
-    cache_per_row = max(1, role.parts.cache_bytes(length))
+    cache_per_row = max(1, role.sizes.cache_bytes(length))
     free = max(0, free)
     if not role.on_gpu:
         limit = rollout_rows or min(MAX_ROWS, int(MEMORY_SHARE * free / cache_per_row))
         return max(1, min(rows, limit))
-    logits_per_row = LOGITS_BYTES * role.parts.vocabulary
+    logits_per_row = LOGITS_BYTES * role.sizes.vocabulary
     limit = rollout_rows or min(MAX_ROWS_GPU, int(LOGITS_SHARE * free / logits_per_row))
     return max(1, min(rows, limit, free // (cache_per_row + logits_per_row)))

@@ -24,11 +24,11 @@ from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.models.packing import padded_rows
 from dschat_ppo.planner import role_memory
 from dschat_ppo.planner.model_parts import (
-    ModelParts,
+    ModelSizes,
     SavedActivations,
-    parts_of,
     read_model_configs,
     saved_activations,
+    sizes_of,
 )
 from dschat_ppo.planner.role_memory import Role
 
@@ -53,23 +53,23 @@ def llama(**settings):
 
 
 def test_a_language_model():
-    parts = parts_of(llama(), "bf16", scalar=False)
-    assert (parts.layers, parts.layer, parts.head) == (3 * LAYER, LAYER, 100 * 64)
-    assert parts.total == parts.trained == 3 * LAYER + 2 * 6400 + 64
-    assert parts.matrices == 3 * (ATTENTION + MLP)
+    counted = sizes_of(llama(), "bf16", scalar=False)
+    assert (counted.layers, counted.layer, counted.head) == (3 * LAYER, LAYER, 100 * 64)
+    assert counted.total == counted.trained == 3 * LAYER + 2 * 6400 + 64
+    assert counted.matrices == 3 * (ATTENTION + MLP)
     # layers, keys and values, heads, numbers of a head, bytes
-    assert parts.kv_bytes == 3 * 2 * 2 * 16 * 2
+    assert counted.kv_bytes == 3 * 2 * 2 * 16 * 2
     assert (
-        parts.cache_bytes(10) == 10 * parts.kv_bytes
-        and parts.vocabulary == 100
-        and parts.largest == 64 * 160
+        counted.cache_bytes(10) == 10 * counted.kv_bytes
+        and counted.vocabulary == 100
+        and counted.largest == 64 * 160
     )
     # a layer of attention, one with a state
-    hybrid = parts_of(model_of("lfm2").config, "fp32", scalar=False)
+    hybrid = sizes_of(model_of("lfm2").config, "fp32", scalar=False)
     assert hybrid.cache_bytes(10) == 10 * 2 * 2 * 8 * 4 + 2 * 3 * 32 * 4
-    tied = parts_of(llama(tie_word_embeddings=True), "bf16", scalar=False)
+    tied = sizes_of(llama(tie_word_embeddings=True), "bf16", scalar=False)
     assert (tied.head, tied.total) == (6400, 3 * LAYER + 6400 + 64)  # counts once
-    reward = parts_of(llama(), "fp32", scalar=True)
+    reward = sizes_of(llama(), "fp32", scalar=True)
     assert (reward.head, reward.vocabulary, reward.kv_bytes, reward.total) == (
         64,
         1,
@@ -84,18 +84,18 @@ def test_every_architecture_counts(name):
     config = getattr(transformers, kind)(
         **{"vocab_size": VOCABULARY, "pad_token_id": 0, **settings}
     )
-    parts = parts_of(config, "bf16", scalar=False)
-    assert parts.saved.layer > 0 and len(parts.saved.layers) == 2 and parts.kv_bytes > 0
-    assert parts.total >= parts.layers >= parts.layer > 0
-    assert parts_of(config, "bf16", scalar=True).total > 0
+    counted = sizes_of(config, "bf16", scalar=False)
+    assert counted.saved.layer > 0 and len(counted.saved.layers) == 2 and counted.kv_bytes > 0
+    assert counted.total >= counted.layers >= counted.layer > 0
+    assert sizes_of(config, "bf16", scalar=True).total > 0
 
 
 def test_lora_trains_its_matrices_alone():
-    parts = parts_of(llama(), "bf16", False, LORA)
+    counted = sizes_of(llama(), "bf16", False, LORA)
     sizes = [(64, 64), (64, 32), (64, 32), (64, 64), (64, 160), (64, 160), (160, 64)]
-    assert parts.trained == 3 * sum(8 * (rows + columns) for rows, columns in sizes)
-    assert parts.adapted == 3 * (ATTENTION + MLP)
-    assert parts.saved.whole < parts_of(llama(), "bf16", False).saved.whole
+    assert counted.trained == 3 * sum(8 * (rows + columns) for rows, columns in sizes)
+    assert counted.adapted == 3 * (ATTENTION + MLP)
+    assert counted.saved.whole < sizes_of(llama(), "bf16", False).saved.whole
 
 
 def model_folder(root, name, kind):
@@ -137,7 +137,7 @@ def test_configurations_are_those_of_the_roles(tmp_path):
 
 def test_a_cpu_keeps_less():
     kept = {
-        (dtype, on_gpu): parts_of(llama(), dtype, False, on_gpu=on_gpu).saved.whole
+        (dtype, on_gpu): sizes_of(llama(), dtype, False, on_gpu=on_gpu).saved.whole
         for dtype in ("bf16", "fp32")
         for on_gpu in (True, False)
     }
@@ -195,7 +195,7 @@ def test_layers_with_kernels_save_what_a_real_pass_in_bf16_saves():
 
 
 SAVED = SavedActivations((100, 120), 20, 16)
-PARTS = ModelParts(
+SIZES = ModelSizes(
     total=1000,
     layers=400,
     layer=200,
@@ -213,14 +213,14 @@ PARTS = ModelParts(
 
 def role(stage=1, dtype="bf16", ranks=4, **settings):
     running = 1 if stage == 0 and dtype != "fp32" else stage
-    return Role("actor", PARTS, dtype, ranks, running, **settings)
+    return Role("actor", SIZES, dtype, ranks, running, **settings)
 
 
 SETTINGS = OptimizerSettings(0.01, 0.0, "linear", 0, 20, (0.9, 0.95), 1e-8)
 
 
-def sized(planned, **parts):
-    return replace(planned, parts=replace(PARTS, **parts))
+def sized(planned, **changes):
+    return replace(planned, sizes=replace(SIZES, **changes))
 
 
 LARGE = sized(role(2, on_gpu=True), trained=4 * 10**8, total=4 * 10**8)
@@ -287,7 +287,7 @@ def totals(held):
 
 @pytest.mark.parametrize(("part", "planned", "device", "host"), HELD)
 def test_what_a_model_holds(part, planned, device, host):
-    found = totals(role_memory.held_by(planned))
+    found = totals(role_memory.steady_bytes(planned))
     assert (found[part, False], found[part, True]) == (device, host)
 
 
@@ -300,8 +300,8 @@ def test_what_a_pass_needs(name, planned, size):
 
 def test_frozen_models_hold_weights_alone():
     frozen = sized(role(3, offloads_optimizer=True), trained=0)
-    assert +totals(role_memory.held_by(frozen)) == {("weights", False): 500}
-    assert role_memory.accumulated(frozen) == role_memory.update_gradients(frozen) == 0
+    assert +totals(role_memory.steady_bytes(frozen)) == {("weights", False): 500}
+    assert role_memory.accumulated_gradients(frozen) == role_memory.update_gradients(frozen) == 0
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -340,9 +340,11 @@ def test_gradients_between_micro_batches_are_those_of_an_engine(stage, dtype, of
         ]
     size = sum({part.data_ptr(): part.nbytes for part in held if part is not None}.values())
     planned = sized(role(stage, dtype, ranks=1, offloads_optimizer=offloads), trained=900)
-    held = totals(role_memory.held_by(planned))
+    held = totals(role_memory.steady_bytes(planned))
     assert (
-        role_memory.accumulated(planned) + held["gradients", False] + held["gradients", True]
+        role_memory.accumulated_gradients(planned)
+        + held["gradients", False]
+        + held["gradients", True]
         == size
     )
 

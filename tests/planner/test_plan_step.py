@@ -70,7 +70,7 @@ def test_earlier_micro_batches_leave_gradients_at_the_peak_of_activations():
         ]
         return [held(plan, "update", "model", "gradients") for plan in plans]
 
-    trained = plan_ppo("", SMALL).roles[0].parts.trained
+    trained = plan_ppo("", SMALL).roles[0].sizes.trained
     head = 1000 * 64
     assert gradients("--zero_stage 2") == [2 * head, 2 * head + 4 * trained]
     assert gradients("--dtype fp32") == [4 * head, 4 * head + 4 * trained]
@@ -128,7 +128,7 @@ def test_one_base_counts_once():
     assert held(apart, "checkpoint", "reference", "weights") == 0
     of_critic = held(shared, "checkpoint", "critic", "weights")
     assert (
-        of_critic == 2 * next(role for role in shared.roles if role.name == "critic").parts.trained
+        of_critic == 2 * next(role for role in shared.roles if role.name == "critic").sizes.trained
     )
     assert of_critic < held(apart, "checkpoint", "critic", "weights")
     assert held(shared, "checkpoint", "reward", "weights") == 2 * 64  # its head
@@ -145,7 +145,7 @@ def tokens_of_a_pass(prompt, answer, samples, prompts, rows, words="", ranks=1):
         f" --per_device_generation_batch_size {prompts} --per_device_training_batch_size {rows}"
     )
     plan = plan_ppo(f"--advantage_estimator grpo {sizes} {words}", SMALL, ranks)
-    return held(plan, "actor update", "actor", "activations") / plan.roles[0].parts.saved.whole
+    return held(plan, "actor update", "actor", "activations") / plan.roles[0].sizes.saved.whole
 
 
 def test_answers_of_a_group_share_their_prompt():
@@ -195,8 +195,8 @@ def test_what_a_device_and_a_host_need():
 
 
 def test_a_rollout_gathers_the_actor_whole_divided_or_by_layer():
-    parts = plan_ppo("").roles[0].parts
-    layers = 2 * parts.layers
+    actor = plan_ppo("").roles[0].sizes
+    layers = 2 * actor.layers
 
     def gathered(words, ranks=8):
         plans = [
@@ -204,11 +204,11 @@ def test_a_rollout_gathers_the_actor_whole_divided_or_by_layer():
             for each in (words, "--advantage_estimator gae")
         ]
         sizes = [held(plan, "rollout", "actor", "buffers") for plan in plans]
-        assert sizes[1] - held(plans[1], "checkpoint", "actor", "buffers") == 2 * parts.total
+        assert sizes[1] - held(plans[1], "checkpoint", "actor", "buffers") == 2 * actor.total
         return sizes[0] - held(plans[0], "checkpoint", "actor", "buffers")
 
-    assert gathered("--inference_tp_size 2") == 2 * parts.total - layers / 2
-    one_layer = 2 * (parts.layer + parts.head)
+    assert gathered("--inference_tp_size 2") == 2 * actor.total - layers / 2
+    one_layer = 2 * (actor.layer + actor.head)
     assert gathered("--unpin_actor_parameters") == one_layer
     lora = "--actor_lora_dim 8 --critic_lora_dim 8 --only_optimize_lora"
     assert gathered(f"{lora} --inference_tp_size 2") == pytest.approx(one_layer, rel=0.01), (
@@ -394,4 +394,4 @@ def test_a_micro_batch_of_step_1_runs_in_passes_on_a_cpu(words, device, expected
 def test_a_model_is_saved_in_its_own_format(words, start, size):
     model = LlamaConfig(**SMALL.to_diff_dict() | {"dtype": start})
     plan = plan_step(sft(words), {"model": model}, 1, 0, HOST)
-    assert plan.phases[-1].once == size * plan.roles[0].parts.total
+    assert plan.phases[-1].once == size * plan.roles[0].sizes.total
