@@ -208,15 +208,12 @@ def roles_of(
         zero = ds_config["zero_optimization"]
         by_layer = name == "actor" and flags["unpin_actor_parameters"]
         weight_bytes = ITEMSIZE[config.run.dtype] * sizes.total
-        trained = 0
-        if trains:
-            trained = sizes.trained
         bits = 0
         if sizes.adapted and not shared:
             bits = quantised_bits(flags)
         role = Role(
             name,
-            replace(sizes, total=sizes.total - shared, trained=trained),
+            replace(sizes, total=sizes.total - shared),
             config.run.dtype,
             ranks,
             zero["stage"],
@@ -236,14 +233,16 @@ def roles_of(
 def _sizes_of_role(
     config: StepConfig, name: str, model: PretrainedConfig, on_gpu: bool
 ) -> ModelSizes:
-    """The sizes of a role's whole model, with its LoRA adapter if it trains one."""
+    """The sizes of a role's whole model, with its LoRA adapter if it trains one; `trained` is 0 for
+    a role that does not train."""
     is_scalar = name in ("critic", "reward") or (isinstance(config, FitConfig) and config.has_head)
-    adapter = None
-    if name in FLAG_PREFIXES:
-        # dropout and quantisation do not change what is counted
-        flags = replace(config.adapters, lora_dropout=0.0, load_in_4bit=False, load_in_8bit=False)
-        adapter = adapter_settings(config.lora, flags, FLAG_PREFIXES[name])
-    return sizes_of(model, config.run.dtype, is_scalar, adapter, on_gpu)
+    dtype = config.run.dtype
+    if name not in FLAG_PREFIXES:
+        return replace(sizes_of(model, dtype, is_scalar, None, on_gpu), trained=0)
+    # dropout and quantisation do not change what is counted
+    flags = replace(config.adapters, lora_dropout=0.0, load_in_4bit=False, load_in_8bit=False)
+    adapter = adapter_settings(config.lora, flags, FLAG_PREFIXES[name])
+    return sizes_of(model, dtype, is_scalar, adapter, on_gpu)
 
 
 def _shared_parameters(
