@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +25,7 @@ from dschat_ppo.ppo.components import PPOComponents, PPOData
 from dschat_ppo.ppo.loop import make_experience, update
 from dschat_ppo.ppo.train_ppo import learned_reward
 from dschat_ppo.rewards.reward_source import RewardMixture
+from dschat_ppo.rollout.generation_request import RolloutRequest
 from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.sampling import StoppingCriteria
 from dschat_ppo.tools.toy import make_tokenizer
@@ -130,7 +130,11 @@ def given_lengths(ppo: PPOComponents, work: Workload) -> Iterator[None]:
     rows = zip(work.prompts.prompt_ids, work.prompts.prompt_mask, strict=True)
     sampler.prompts = [{"prompt_ids": ids[mask].tolist()} for ids, mask in rows]
     sampler.config = replace(config, stopping=StoppingCriteria(int(limits.max())))
-    rollout_sampler.generate = partial(generate, limits=limits)
+
+    def generate_to_limits(model: Any, request: RolloutRequest, *settings: Any) -> Rollout:
+        return generate(model, replace(request, limits=limits), *settings)
+
+    rollout_sampler.generate = generate_to_limits
     try:
         yield
     finally:

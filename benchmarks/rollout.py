@@ -31,7 +31,8 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
-from dschat_ppo.rollout.generator import GenerationConfig, generate
+from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
+from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.types import PromptBatch, repeat_rows, to_device
 
@@ -93,11 +94,12 @@ def by_us(
     stopping = StoppingCriteria(int(work.answer_lengths.max()))
     how = GenerationConfig(sampling or SamplingParameters(), stopping, work.samples, rows)
     device = model.device
-    seeds = row_seeds(0, len(work.answer_lengths), 0).to(device)
-    limits = work.answer_lengths.to(device)
-    rollout = generate(
-        model, to_device(work.prompts, device), seeds, how, limits=limits, graphs=graphs
+    request = RolloutRequest(
+        to_device(work.prompts, device),
+        seeds=row_seeds(0, len(work.answer_lengths), 0).to(device),
+        limits=work.answer_lengths.to(device),
     )
+    rollout = generate(model, request, how, graphs=graphs)
     assert int(rollout.response_mask.sum()) == work.tokens
 
 

@@ -34,7 +34,8 @@ from dschat_ppo.data.encode import encode_prompt
 from dschat_ppo.errors import escaped
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel, response_logprobs
-from dschat_ppo.rollout.generator import GenerationConfig, generate
+from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
+from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.run.start_and_end import tool_command
 from dschat_ppo.tools.toy import Question, keeps_rule
@@ -57,7 +58,7 @@ def sample_responses(
         SamplingParameters(), StoppingCriteria(MAX_NEW_TOKENS, (tokenizer.eos_token_id,))
     )
     seeds = torch.cat([row_seeds(0, 1, seed + row) for row in range(len(rows))])
-    rollout = generate(model, batch, seeds, config)
+    rollout = generate(model, RolloutRequest(batch, seeds), config)
     texts = []
     for ids, mask in zip(rollout.response_ids, rollout.response_mask, strict=True):
         texts.append(str(tokenizer.decode(ids[mask], skip_special_tokens=True)))

@@ -20,7 +20,8 @@ from dschat_ppo.models.wrapped_models import (
     response_logprobs,
     response_values,
 )
-from dschat_ppo.rollout.generator import GenerationConfig, generate
+from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
+from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.run.process_group import init_process_group
 from dschat_ppo.types import PromptBatch, Rollout, to_device
@@ -78,7 +79,7 @@ def sampled(model: PreTrainedModel, prompts: PromptBatch, tokens: int, top_k: in
         SamplingParameters(top_k=top_k), StoppingCriteria(tokens), samples, rows=3
     )
     seeds = row_seeds(0, samples * len(prompts.prompt_ids), 0).to(prompts.prompt_ids.device)
-    return generate(model, prompts, seeds, config)
+    return generate(model, RolloutRequest(prompts, seeds), config)
 
 
 def sequences(rollout: Rollout) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ _PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.Size)
 def save_state(path: Path, state: dict[Any, Any]) -> None:
     """Write a state for `load_state`, and flush it to the disk. `OSError`: the file may be
     incomplete."""
-    _write_file(host_copy(state), path)
+    _write_and_describe(host_copy(state), path)
 
 
 def load_state(path: str | Path, mapped: bool = False) -> dict[Any, Any]:
@@ -112,7 +112,7 @@ class BackgroundWriter:
     def save(self, state: dict[str, Any], path: Path) -> None:
         """Copy the state as it is now, and let the thread write it. `TypeError`: `load_state` would
         refuse a value."""
-        self._written[path] = self._thread.submit(_write_file, host_copy(state), path)
+        self._written[path] = self._thread.submit(_write_and_describe, host_copy(state), path)
 
     def done(self) -> bool:
         """Whether everything is written, so that `wait` returns (or raises) at once."""
@@ -133,7 +133,7 @@ class BackgroundWriter:
         return {path: future.result() for path, future in written.items()}
 
 
-def _write_file(state: dict[str, Any], path: Path) -> FileEntry:
+def _write_and_describe(state: dict[str, Any], path: Path) -> FileEntry:
     """Write, flush to the disk, and describe the file."""
     digest = hashlib.sha256()
     with open(path, "wb") as file:

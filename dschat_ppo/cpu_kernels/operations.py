@@ -362,24 +362,34 @@ def causal_attention(
     return output, log_sums
 
 
-def causal_attention_backward(  # noqa: PLR0913
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    log_sums: Tensor,
+def causal_attention_backward(
+    projections: tuple[Tensor, Tensor, Tensor],
+    results: tuple[Tensor, Tensor],
     gradient: Tensor,
     segments: Tensor,
     groups: Tensor,
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, given `gradient` of `output`; the rest as in
-    `causal_attention`. `groups` (groups + 1,) int64: the first segment of each group, and the
-    number of segments; no segment sees another group."""
-    query = _dense(query)
-    key = _dense(key)
-    value = _dense(value)
+    """The gradients of the arguments of `causal_attention`.
+
+    Args:
+        projections: query, key and value, as there.
+        results: what it has returned.
+        gradient: of the first of these.
+        segments: as there.
+        groups: (groups + 1,) int64, the first segment of each group, and the number of segments;
+            no segment sees another group.
+        window: as there.
+        scale: as there.
+
+    Returns:
+        Those of query, key and value.
+    """
+    query = _dense(projections[0])
+    key = _dense(projections[1])
+    value = _dense(projections[2])
+    output, log_sums = results
     gradient = _dense(gradient)
     of_query = torch.empty_like(query)
     of_key = torch.empty_like(key)

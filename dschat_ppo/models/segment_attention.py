@@ -52,11 +52,8 @@ class _BlockwiseAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, log_sums = ctx.saved_tensors
         gradients = operations.causal_attention_backward(
-            query,
-            key,
-            value,
-            output,
-            log_sums,
+            (query, key, value),
+            (output, log_sums),
             gradient,
             ctx.segments.table,
             ctx.segments.groups,

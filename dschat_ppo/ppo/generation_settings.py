@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.errors import UserError
-from dschat_ppo.rollout.generator import EngineName, GenerationConfig
+from dschat_ppo.rollout.generation_request import EngineName, GenerationConfig
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
 

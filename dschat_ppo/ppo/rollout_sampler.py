@@ -25,7 +25,8 @@ from dschat_ppo.ppo.generation_settings import generation_config
 from dschat_ppo.rollout.cache_memory import rows_for_memory
 from dschat_ppo.rollout.continuous_batching import Turns, never
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
-from dschat_ppo.rollout.generator import GenerationConfig, engine_text, generate
+from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
+from dschat_ppo.rollout.generator import engine_text, generate
 from dschat_ppo.rollout.self_check import choose_engine
 from dschat_ppo.types import (
     FinishReason,
@@ -181,16 +182,8 @@ class RolloutSampler:
                 length = batch.prompt_ids.shape[1] + config.stopping.max_new_tokens
                 fewest = -max_over_ranks(-rows_for_memory(model, length))
                 config = replace(config, rows=fewest)
-            return generate(
-                model,
-                batch,
-                seeds.to(self.device),
-                config,
-                max_over_ranks,
-                cancelled=cancelled,
-                graphs=self.graphs,
-                turns=turns,
-            )
+            request = RolloutRequest(batch, seeds.to(self.device))
+            return generate(model, request, config, max_over_ranks, cancelled, self.graphs, turns)
 
     def responses_of_the_data(self, indices: list[int]) -> Rollout:
         """The data rows' responses to the prompts at `indices`, cut at `--max_answer_seq_len`,

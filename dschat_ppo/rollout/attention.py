@@ -21,6 +21,7 @@ from dschat_ppo.cpu_kernels.operations import can_run
 from dschat_ppo.models.backbone import UnsupportedAttentionError, check_attention_call
 from dschat_ppo.models.segment_attention import MOST_KEYS
 from dschat_ppo.rollout.decode_kernels import (
+    AttentionCall,
     CPUDecode,
     FlashDecode,
     StepMetadata,
@@ -49,94 +50,88 @@ class RolloutAttention:
         after a prefill."""
         return len(self._kernel_layers) < max(1, len(self.windows))
 
-    def __call__(  # noqa: PLR0913
+    def __call__(
         self,
         module: nn.Module,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        **others: Any,
+        **options: Any,
     ) -> tuple[Tensor, None]:
-        """Write `key` and `value` (n, kv_heads, L, head_dim) to the cache; attend with `query` (n,
-        heads, L, head_dim). Returns ((n, L, heads, head_dim), None). For errors see
-        `check_attention_call`."""
-        sinks = others.pop("s_aux", None)  # (heads,), as GPT-OSS names them
-        check_attention_call(module, attention_mask, others)
-        is_causal = others.get("is_causal")  # which counts before the attribute
+        """Write `key` and `value` (n, kv_heads, L, d) to the cache, and attend with `query` (n,
+        heads, L, d).
+
+        Args:
+            module: the layer.
+            query: (n, heads, L, d), rotated.
+            key: (n, kv_heads, L, d), rotated.
+            value: (n, kv_heads, L, d).
+            attention_mask: None; see `check_attention_call`.
+            options: those of transformers' attention functions.
+
+        Returns:
+            (n, L, heads, d), and no weights.
+        """
+        check_attention_call(module, attention_mask, options)
+        is_causal = options.get("is_causal")  # which counts before the attribute
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
         if not is_causal:
             raise UnsupportedAttentionError(f"{type(module).__name__} needs keys of later tokens")
         layer: Any = module.layer_idx
-        self.windows[layer] = sliding_window
-        scale = scaling
+        scale = options.get("scaling")
         if scale is None:
             scale = query.shape[3] ** -0.5
+        call = AttentionCall(
+            layer,
+            query,
+            key,
+            value,
+            scale,
+            options.get("sliding_window"),
+            options.get("softcap"),
+            options.get("s_aux"),  # as GPT-OSS names them
+        )
         if isinstance(self.metadata, PrefillMetadata):
-            if (
-                self._kernel is not None
-                and sinks is None
-                and self._kernel.supports(query, key, value, softcap)
-            ):
+            self.windows[layer] = call.window
+            if self._kernel is not None and self._kernel.supports(call):
                 self._kernel_layers.add(layer)
-            mixed = _prefill(
-                self.metadata, layer, query, key, value, scale, sliding_window, softcap, sinks
-            )
-            return mixed.transpose(1, 2), None
-        outputs = []
-        for batch in self.metadata:
-            rows = slice(batch.first, batch.first + batch.count)
-            kernel = None
-            # products read a prefix that several rows share once for all of them
-            if layer in self._kernel_layers and batch.prefix is None:
-                kernel = self._kernel
-            if kernel is None or not kernel.writes_cache:
-                keys, values = batch.cache.layer(layer, key, value)
-                _write_to_cache(batch, keys, key[rows, :, 0])
-                _write_to_cache(batch, values, value[rows, :, 0])
-            if kernel is not None:
-                output = kernel(
-                    batch, layer, query[rows], key[rows], value[rows], scale, sliding_window
-                )
-            else:
-                output = products_attention(
-                    batch, layer, query[rows], scale, sliding_window, softcap, sinks
-                )
-            outputs.append(output)
+            return _prefill(self.metadata, call).transpose(1, 2), None
+        outputs = [self._decode(batch, call) for batch in self.metadata]
         if len(outputs) == 1:
             return outputs[0].unsqueeze(1), None
         return torch.cat(outputs).unsqueeze(1), None
 
+    def _decode(self, batch: StepMetadata, call: AttentionCall) -> Tensor:
+        """Write the new tokens of the rows of a batch to its cache, and attend -> (count, heads,
+        d)."""
+        kernel = None
+        # products read a prefix that several rows share once for all of them
+        if call.layer in self._kernel_layers and batch.prefix is None:
+            kernel = self._kernel
+        if kernel is None or not kernel.writes_cache:
+            keys, values = batch.cache.layer(call.layer, call.key, call.value)
+            _write_to_cache(batch, keys, call.key[batch.step_rows, :, 0])
+            _write_to_cache(batch, values, call.value[batch.step_rows, :, 0])
+        if kernel is None:
+            return products_attention(batch, call)
+        return kernel(batch, call)
 
-def _prefill(  # noqa: PLR0913  an attention function's arguments
-    step: PrefillMetadata,
-    layer: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Write `key` and `value` (n, kv_heads, L, d) of a prefill to the cache, and attend with
-    `query` (n, heads, L, d) -> (n, heads, L, d)."""
-    keys, values = step.cache.layer(layer, key, value)
-    _write_to_cache(step, keys, key[step.source, :, step.columns])
-    _write_to_cache(step, values, value[step.source, :, step.columns])
-    query = step.to_the_left(query)
-    key = step.to_the_left(key)
-    value = step.to_the_left(value)
+
+def _prefill(step: PrefillMetadata, call: AttentionCall) -> Tensor:
+    """Write the keys and values of a prefill to the cache, and attend -> (n, heads, L, d)."""
+    keys, values = step.cache.layer(call.layer, call.key, call.value)
+    _write_to_cache(step, keys, call.key[step.source, :, step.columns])
+    _write_to_cache(step, values, call.value[step.source, :, step.columns])
+    query = step.to_the_left(call.query)
+    key = step.to_the_left(call.key)
+    value = step.to_the_left(call.value)
     newest = None
     if step.history is not None:
-        key, value = step.history.read(layer)
+        key, value = step.history.read(call.layer)
         newest = step.history.newest
-    mixed = prefill_attention(query, key, value, scale, window, softcap, sinks, newest)
+    mixed = prefill_attention(call._replace(query=query, key=key, value=value), newest)
     return step.to_the_right(mixed)
 
 
@@ -152,65 +147,35 @@ def _write_to_cache(step: PrefillMetadata | StepMetadata, cached: Tensor, new: T
     cached.view(-1, width).index_copy_(0, step.step_cache["written", heads], new.reshape(-1, width))
 
 
-def prefill_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None = None,
-    newest: Tensor | None = None,
-) -> Tensor:
+def prefill_attention(call: AttentionCall, newest: Tensor | None = None) -> Tensor:
     """Causal attention of right-padded rows, whose padding comes after all real tokens and needs no
-    mask: `query` (n, heads, L, d), `key` and `value` (n, kv_heads, K, d) -> (n, heads, L, d). A
-    token sees itself and the `window - 1` tokens before it; None: all. With `softcap`, scores
-    become `softcap * tanh(scores / softcap)` (Gemma 2). `sinks` (heads,): one more score of every
-    softmax, for nothing to read (GPT-OSS). `newest` (n, L) int64: the key of each token, where more
-    keys than these are given; None: L = K, and they are in order."""
-    length = query.shape[2]
+    mask.
+
+    Args:
+        call: with keys and values (n, kv_heads, K, d).
+        newest: (n, L) int64, the last key that each token sees, where more keys than these tokens
+            are given; None: K = L, and each token sees its own key last.
+
+    Returns:
+        (n, heads, L, d).
+    """
+    length = call.query.shape[2]
     if (
         newest is None
-        and not softcap
-        and can_run(query, key, value)
-        and length <= MOST_KEYS[query.dtype]
-        and not query.requires_grad
+        and not call.softcap
+        and can_run(call.query, call.key, call.value)
+        and length <= MOST_KEYS[call.query.dtype]
+        and not call.query.requires_grad
     ):
-        segments = torch.tensor([[0, length, 0, 0]])
-        mixed, log_sums = operations.causal_attention(query, key, value, segments, window, scale)
-        if sinks is None:
-            return mixed
-        read_share = torch.sigmoid(log_sums - sinks.float().view(-1, 1))  # the sink takes the rest
-        return mixed * read_share.unsqueeze(3).to(mixed.dtype)
-    if softcap and sinks is None:
-        return _softcapped(query, key, value, scale, _visible(key, window, newest), softcap)
-    width = value.shape[3]
-    first = 0  # column of the first real token
-    if sinks is not None:
-        # Before the others comes a token that each head scores with its sink, and whose value is 0.
-        # GPU kernels need widths that are multiples of 8.
-        first = 1
-        query = nn.functional.pad(query, (0, 8, 1, 0))
-        key = nn.functional.pad(key, (0, 8, 1, 0))
-        value = nn.functional.pad(value, (0, 8, 1, 0))
-        query[..., -1] = (sinks / scale).view(-1, 1)
-        key[:, :, 0, -1] = 1
-        if newest is not None:
-            newest = nn.functional.pad(newest + 1, (1, 0))
+        return _compiled_attention(call)
+    if call.sinks is not None:
+        return _attention_with_sinks(call, newest)
+    if call.softcap:
+        return _softcapped_attention(call, _visible(call.key, call.window, newest))
     visible = None
-    if newest is not None or (window is not None and window < length + first):
-        visible = _visible(key, window, newest)
-        visible[..., :first] = True
-    mixed = nn.functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        visible,
-        is_causal=visible is None and query.shape[2] > 1,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return mixed[:, :, first:, :width]
+    if newest is not None or (call.window is not None and call.window < length):
+        visible = _visible(call.key, call.window, newest)
+    return _scaled_products(call.query, call.key, call.value, visible, call.scale)
 
 
 def _visible(key: Tensor, window: int | None, newest: Tensor | None) -> Tensor:
@@ -226,17 +191,65 @@ def _visible(key: Tensor, window: int | None, newest: Tensor | None) -> Tensor:
     return visible.view(-1, 1, *distance.shape[-2:])
 
 
-def _softcapped(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor, softcap: float
+def _scaled_products(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float
 ) -> Tensor:
-    groups = query.shape[1] // key.shape[1]
-    power = 2.0 ** round(math.log2(scale))  # as in `products_attention`
-    query = query * power
-    scale = scale / power
-    key = key.repeat_interleave(groups, dim=1)
-    value = value.repeat_interleave(groups, dim=1)
+    """PyTorch's attention; `visible` as `_visible`, None: causal."""
+    return nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        visible,
+        is_causal=visible is None and query.shape[2] > 1,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _compiled_attention(call: AttentionCall) -> Tensor:
+    """`prefill_attention` by the kernel for a CPU, without a soft cap."""
+    segments = torch.tensor([[0, call.query.shape[2], 0, 0]])
+    mixed, log_sums = operations.causal_attention(
+        call.query, call.key, call.value, segments, call.window, call.scale
+    )
+    if call.sinks is None:
+        return mixed
+    read_share = torch.sigmoid(log_sums - call.sinks.float().view(-1, 1))  # the sink takes the rest
+    return mixed * read_share.unsqueeze(3).to(mixed.dtype)
+
+
+def _attention_with_sinks(call: AttentionCall, newest: Tensor | None) -> Tensor:
+    """`prefill_attention` with one more score in each softmax. Before the other tokens comes one
+    that each head scores with its sink, and whose value is 0."""
+    assert call.sinks is not None
+    width = call.value.shape[3]
+    # GPU kernels need widths that are multiples of 8
+    query = nn.functional.pad(call.query, (0, 8, 1, 0))
+    key = nn.functional.pad(call.key, (0, 8, 1, 0))
+    value = nn.functional.pad(call.value, (0, 8, 1, 0))
+    query[..., -1] = (call.sinks / call.scale).view(-1, 1)
+    key[:, :, 0, -1] = 1
+    if newest is not None:
+        newest = nn.functional.pad(newest + 1, (1, 0))
+    visible = None
+    if newest is not None or (call.window is not None and call.window < query.shape[2]):
+        visible = _visible(key, call.window, newest)
+        visible[..., :1] = True
+    mixed = _scaled_products(query, key, value, visible, call.scale)
+    return mixed[:, :, 1:, :width]
+
+
+def _softcapped_attention(call: AttentionCall, visible: Tensor) -> Tensor:
+    """`prefill_attention` with a soft cap, by products and a softmax."""
+    assert call.softcap is not None
+    groups = call.query.shape[1] // call.key.shape[1]
+    power = 2.0 ** round(math.log2(call.scale))  # as in `products_attention`
+    query = call.query * power
+    scale = call.scale / power
+    key = call.key.repeat_interleave(groups, dim=1)
+    value = call.value.repeat_interleave(groups, dim=1)
     scores = (query @ key.transpose(2, 3)).float() * scale
-    scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~visible, float("-inf"))
+    scores = (torch.tanh(scores / call.softcap) * call.softcap).masked_fill(~visible, float("-inf"))
     return torch.softmax(scores, dim=3).to(value.dtype) @ value
 
 
@@ -246,6 +259,7 @@ _active: list[AttentionFunction] = []
 
 
 def _dispatch(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """Call the attention function of the innermost `attention_replaced`."""
     return _active[-1](module, *args, **kwargs)
 
 
@@ -262,7 +276,7 @@ def attention_replaced(model: PreTrainedModel, attention: AttentionFunction) -> 
     for name in config.sub_configs:
         if getattr(config, name) is not None:
             configs.append(getattr(config, name))
-    before = [each._attn_implementation for each in configs]
+    originals = [each_config._attn_implementation for each_config in configs]
     linear = nn.functional.linear
     config._attn_implementation = NAME  # transformers sets it on the others too
     nn.functional.linear = torch._C._nn.linear
@@ -272,5 +286,5 @@ def attention_replaced(model: PreTrainedModel, attention: AttentionFunction) -> 
     finally:
         _active.pop()
         nn.functional.linear = linear
-        for each, implementation in zip(configs, before, strict=True):
-            each._attn_implementation = implementation
+        for each_config, original in zip(configs, originals, strict=True):
+            each_config._attn_implementation = original

@@ -29,7 +29,7 @@ from dschat_ppo.rollout.kv_cache import (
     RolloutCache,
     RowStates,
 )
-from dschat_ppo.rollout.running_batches import RunningBatches, RunningRows
+from dschat_ppo.rollout.running_batches import RunningBatches, RunningRows, Sequences
 from dschat_ppo.rollout.running_pool import PooledRows, RunningPool
 from dschat_ppo.rollout.sampling import ASK_DEVICE, NucleusSearch
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
@@ -87,7 +87,7 @@ class ContinuousBatching:
         self.model = model
         self.buffers = buffers
         self.rows = rows
-        self.max_over_ranks: MaxOverRanks = max_over_ranks or (lambda number: number)
+        self.max_over_ranks: MaxOverRanks = max_over_ranks or (lambda count: count)
         self.synchronised = max_over_ranks is not None
         self.device = buffers.token_ids.device
         self.attention = RolloutAttention(flash_decode(self.device) or CPUDecode())
@@ -98,39 +98,35 @@ class ContinuousBatching:
         self.cancelled = cancelled
         self.memory = memory
         self.turns = turns
-        lengths = buffers.prompt_lengths[:-1].cpu().numpy()
-        self.prompt_lengths = lengths
-        # tokens of each sequence before its current action: it can start again after them
-        self.given = lengths.copy()
-        # whether a sequence is in the hands of `turns`
-        self.asked = np.zeros(buffers.count, dtype=bool)
-        self.away = set[int]()  # sequences that lost their rows meanwhile
-        self.answers = list[tuple[int, list[int]]]()  # of `turns`, that are not in the buffers yet
-        # longest prompts first; sequences of one prompt together
-        self.waiting = np.argsort(-lengths, kind="stable")
-        prompts = np.arange(buffers.count) // buffers.samples
-        self.running: RunningBatches | RunningPool = RunningBatches(
-            lengths, prompts, MIN_SHARED_TOKENS
+        self.sequences = Sequences(
+            prompts=np.arange(buffers.count) // buffers.samples,
+            prompt_lengths=buffers.prompt_lengths[:-1].cpu().numpy(),
+            limits=buffers.limits[:-1].cpu().numpy(),
         )
+        # whether a sequence is in the hands of `turns`
+        self.in_environment = np.zeros(buffers.count, dtype=bool)
+        self.without_rows = set[int]()  # sequences there that lost their rows meanwhile
+        # of `turns`, that are not in the buffers yet
+        self.observations = list[tuple[int, list[int]]]()
+        # longest prompts first; sequences of one prompt together
+        self.waiting = np.argsort(-self.sequences.prompt_lengths, kind="stable")
+        self.running: RunningBatches | RunningPool
         self.graphed: GraphedDecoder | None = None
-        if memory is not None:
-            limits = buffers.limits[:-1].cpu().numpy()
+        if memory is None:
+            self.running = RunningBatches(self.sequences, MIN_SHARED_TOKENS)
+        else:
+            poll = POLL
             if turns is not None and self.device.type == "cpu":
                 poll = CPU_POLL
-            else:
-                poll = POLL
             self.running = RunningPool(
-                lengths,
-                prompts,
-                limits,
-                memory.pool,
-                memory.most_slots,
-                poll,
-                MIN_SHARED_TOKENS,
-                self.given,
+                self.sequences, memory.pool, memory.most_slots, poll, MIN_SHARED_TOKENS
             )
             self.graphed = GraphedDecoder(
-                self._generate_tokens, lengths, memory, poll, lambda: self.attention.reads_all_slots
+                self._generate_tokens,
+                self.sequences.prompt_lengths,
+                memory,
+                poll,
+                lambda: self.attention.reads_all_slots,
             )
 
     @torch.no_grad()
@@ -170,7 +166,7 @@ class ContinuousBatching:
 
     def _unfinished(self) -> int:
         """How many sequences are not finished."""
-        return len(self.running) + len(self.waiting) + len(self.away)
+        return len(self.running) + len(self.waiting) + len(self.without_rows)
 
     def _step(self) -> None:
         """Read observations, start new sequences, and generate for every running one; the finished
@@ -225,7 +221,8 @@ class ContinuousBatching:
         wave = self.waiting[:count]
         self.waiting = self.waiting[count:]
         prefills = running.start(wave)
-        tokens_after_prompt = self.given[wave] - self.prompt_lengths[wave]
+        sequences = self.sequences
+        tokens_after_prompt = sequences.start_lengths[wave] - sequences.prompt_lengths[wave]
         replayed = {}
         for sequence, tokens in zip(wave.tolist(), tokens_after_prompt.tolist(), strict=True):
             if tokens > 0:
@@ -235,7 +232,7 @@ class ContinuousBatching:
     def _prefill_passes(self, prefills: list[Prefill]) -> list[Callable[[], None]]:
         """Forward passes over the first tokens of prompts, longest first: all but the last token of
         each, which the first decode step feeds, but at least one."""
-        lengths = self.prompt_lengths
+        lengths = self.sequences.prompt_lengths
         passes: list[Callable[[], None]] = []
         for prefill in prefills:
             prompts = np.unique(prefill.sequences)
@@ -276,9 +273,9 @@ class ContinuousBatching:
         """(n,) bool, True for rows in which one of the last `tokens` completed a stop string."""
         if not self.buffers.stopping.stop_strings:
             return np.zeros(len(rows), dtype=bool)
-        lengths = self.prompt_lengths[rows.sequences]
+        lengths = self.sequences.prompt_lengths[rows.sequences]
         tokens_before = rows.positions + 1 - lengths  # of the response, before the new ones
-        action_starts = self.given[rows.sequences] - lengths
+        action_starts = self.sequences.start_lengths[rows.sequences] - lengths
         return self.buffers.find_stop_strings(rows.sequences, tokens_before, tokens, action_starts)
 
     def _end_turns(self, sequences: list[int], turns: Turns) -> None:
@@ -292,43 +289,44 @@ class ContinuousBatching:
                 self.running.drop(sequence)
                 turns.cut(sequence, count - 1)
                 continue
-            start = int(self.given[sequence])
-            end = int(self.prompt_lengths[sequence]) + count
+            start = int(self.sequences.start_lengths[sequence])
+            end = int(self.sequences.prompt_lengths[sequence]) + count
             self.running.park(sequence, end - 1)
             ids = self.buffers.token_ids[sequence, start:end].tolist()
-            self.asked[sequence] = True
+            self.in_environment[sequence] = True
             turns.end_turn(sequence, ids, count - 1)
 
     def _observe(self, turns: Turns) -> dict[int, int]:
         """Let the sequences go on whose environments have answered; those whose rows have stopped
         start again. Returns how many tokens of each row are new to the cache: those before its new
-        position, which the next decode step feeds. When memory runs out, no answer is lost: it
-        stays in `answers` until the sequence has it."""
+        position, which the next decode step feeds. When memory runs out, no observation is lost: it
+        stays in `observations` until the sequence has it."""
         running = self.running
         buffers = self.buffers
         counts = dict[int, int]()
         assert isinstance(running, RunningPool)
         is_idle = not len(running.active) and (len(running) > 0 or not len(self.waiting))
-        self.answers += turns.observed(is_idle and not self.answers)
-        while self.answers:
-            sequence, tokens = self.answers[0]
+        self.observations += turns.observed(is_idle and not self.observations)
+        while self.observations:
+            sequence, tokens = self.observations[0]
             end = int(buffers.response_lengths[sequence])
             if tokens and end + len(tokens) < int(buffers.limits[sequence]):
                 buffers.observe(sequence, tokens)
-                self.given[sequence] = self.prompt_lengths[sequence] + end + len(tokens)
-                if sequence in self.away:
+                start = int(self.sequences.prompt_lengths[sequence]) + end + len(tokens)
+                self.sequences.start_lengths[sequence] = start
+                if sequence in self.without_rows:
                     self.waiting = np.concatenate([[sequence], self.waiting])
                 else:
                     counts[sequence] = len(tokens)
-                    running.resume(sequence, int(self.given[sequence]) - 1)
+                    running.resume(sequence, start - 1)
             else:
                 running.drop(sequence)
                 if tokens:
                     buffers.finish_reasons[sequence] = FinishReason.LENGTH
                     turns.stop(sequence)
-            self.asked[sequence] = False
-            self.away.discard(sequence)
-            self.answers.pop(0)
+            self.in_environment[sequence] = False
+            self.without_rows.discard(sequence)
+            self.observations.pop(0)
         if counts:
             self._reserve_slots(running)
         return counts
@@ -405,24 +403,26 @@ class ContinuousBatching:
     def _return_to_queue(self, sequences: np.ndarray) -> None:
         """Forget the current actions of these sequences; they are the next ones that start. Those
         in the hands of their environments start when these have answered."""
-        self.away.update(sequences[self.asked[sequences]].tolist())
-        sequences = sequences[~self.asked[sequences]]
+        in_environment = self.in_environment[sequences]
+        self.without_rows.update(sequences[in_environment].tolist())
+        sequences = sequences[~in_environment]
         self.waiting = np.concatenate([sequences, self.waiting])
-        self.buffers.reset(
-            sequences.tolist(), (self.given[sequences] - self.prompt_lengths[sequences]).tolist()
-        )
+        prompt_lengths = self.sequences.prompt_lengths[sequences]
+        tokens_after_prompt = self.sequences.start_lengths[sequences] - prompt_lengths
+        self.buffers.reset(sequences.tolist(), tokens_after_prompt.tolist())
 
     def _prefill(self, prefill: Prefill, prompts: np.ndarray, tokens: int) -> None:
         """A forward pass over the prompts of sequences `prompts`, all but the last token of each;
         `tokens` columns."""
         samples = self.buffers.samples
+        prompt_lengths = self.sequences.prompt_lengths
         # row of the pass, by prompt index; -1: not in this pass
         row_of_prompt = np.full(self.buffers.count // samples, -1)
         row_of_prompt[prompts // samples] = np.arange(len(prompts))
         pass_rows = row_of_prompt[prefill.sequences // samples]
         copies = np.flatnonzero(pass_rows >= 0)
         # One entry for each token of each copy: where its key goes, and where it comes from.
-        counts = self.prompt_lengths[prefill.sequences[copies]] - 1
+        counts = prompt_lengths[prefill.sequences[copies]] - 1
         columns = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         cache_rows = np.repeat(prefill.rows[copies], counts)
         cache_slots = np.repeat(prefill.starts[copies], counts) + columns
@@ -438,7 +438,7 @@ class ContinuousBatching:
             return
         # Padding on the right would change states; on the left it does not where the layers mask
         # it.
-        padding = self._on_device(tokens + 1 - self.prompt_lengths[prompts])
+        padding = self._on_device(tokens + 1 - prompt_lengths[prompts])
         positions = positions - padding.unsqueeze(1)
         metadata.columns = metadata.columns + padding[metadata.source]
         metadata.padding = padding
@@ -448,7 +448,7 @@ class ContinuousBatching:
         self._forward(ids.gather(1, positions), positions, cache, attention_mask=mask.long())
         running = self.running.rows.sequences
         started = running[row_of_prompt[running // samples] >= 0]
-        has_state = self.prompt_lengths[started] > 1
+        has_state = prompt_lengths[started] > 1
         state_rows = np.where(has_state, row_of_prompt[started // samples], -1)
         self.states.add(cache, started, state_rows)
 

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,46 +25,68 @@ WIDEST_HEAD = 256  # that the flash attention kernel supports
 TOLERANCE = 0.05  # of its outputs of size 1 in half precision, compared with `products_attention`
 
 StepMetadata = DecodeMetadata | PooledMetadata
-# (query, keys, values, query starts, key starts, used, longest, scale) -> output, log-sum-exp; see
-# `flash_segments`
-Kernel = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, float], tuple[Tensor, Tensor]
-]
 
 
-def products_attention(
-    batch: StepMetadata,
-    layer: int,
-    query: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """(count, heads, 1, head_dim) -> (count, heads, head_dim). The query heads of one key head are
-    the rows of one matrix product, so keys are read once and never expanded. A product over
-    contiguous keys runs at memory speed; attention kernels with one query do not."""
+class AttentionCall(NamedTuple):
+    """What a layer asks of its attention in a forward pass over n rows.
+
+    A token sees itself and the `window - 1` tokens before it; None: all. With `softcap`, scores
+    become `softcap * tanh(scores / softcap)` (Gemma 2). `sinks` (heads,) are one more score of
+    every softmax, for nothing to read (GPT-OSS).
+    """
+
+    layer: int
+    query: Tensor  # (n, heads, L, d); in a decode step L is 1
+    key: Tensor  # (n, kv_heads, L, d), of the same tokens
+    value: Tensor  # likewise
+    scale: float  # of the scores
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+class KeySegments(NamedTuple):
+    """The segment of keys that each of N queries attends to, for `flash_segments`. Segments may be
+    anywhere and may overlap."""
+
+    query_starts: Tensor  # (N + 1,) int32: 0, 1, ... N
+    key_starts: Tensor  # (N + 1,) int32, where each begins in the keys; the last has no meaning
+    used: Tensor  # (N,) int32, how many keys each has, at least 1
+    longest: int  # not below any of `used`
+
+
+# (query, keys, values, segments, scale) -> output, log-sum-exp; see `flash_segments`
+Kernel = Callable[[Tensor, Tensor, Tensor, KeySegments, float], tuple[Tensor, Tensor]]
+
+
+def products_attention(batch: StepMetadata, call: AttentionCall) -> Tensor:
+    """Attention of the rows of a batch, (n, heads, 1, d) -> (count, heads, d). The query heads of
+    one key head are the rows of one matrix product, so keys are read once and never expanded. A
+    product over contiguous keys runs at memory speed; attention kernels with one query do not."""
+    window = call.window
+    sinks = call.sinks
     if ("mask", window) not in batch.step_cache:
         batch.step_cache["mask", window] = _mask(batch, window)
+    query = call.query[batch.step_rows]
     count, heads, _, width = query.shape
-    keys, values = batch.read(layer)
+    keys, values = batch.read(call.layer)
     kv_heads = keys.shape[1]
     # exact in any precision, and keeps products in half precision in range
-    power = 2.0 ** round(math.log2(scale))
+    power = 2.0 ** round(math.log2(call.scale))
     query = query * power
-    scale = scale / power
+    scale = call.scale / power
     # (count * kv_heads, heads / kv_heads, d)
     folded = query.reshape(count * kv_heads, -1, width)
     scores = _products(folded, keys.flatten(0, 1)).view(count, heads, -1)
     if batch.prefix is not None:
-        prefix_keys = batch.prefix.cache.keys[layer]
+        prefix_keys = batch.prefix.cache.keys[call.layer]
         prefix_scores = by_prompt(batch.prefix, query.squeeze(2), prefix_keys, _products)
         scores = torch.cat([scores, prefix_scores], dim=2)
     scores = scores.float()
     if scale != 1:  # what is left of a scale that is no power of two
         scores = scores.mul_(scale)
-    if softcap:
-        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    if call.softcap:
+        scores = scores.div_(call.softcap).tanh_().mul_(call.softcap)
     scores.add_(batch.step_cache["mask", window])
     if sinks is not None:
         scores = torch.cat([scores, sinks.float().view(-1, 1).expand(count, heads, 1)], dim=2)
@@ -74,7 +97,7 @@ def products_attention(
     mixed = torch.bmm(row_weights, values.flatten(0, 1)).view(count, heads, -1)
     if batch.prefix is not None:
         prefix_weights = weights[:, :, batch.length :]
-        prefix_values = batch.prefix.cache.values[layer]
+        prefix_values = batch.prefix.cache.values[call.layer]
         mixed += by_prompt(batch.prefix, prefix_weights, prefix_values, torch.bmm)
     return mixed
 
@@ -121,39 +144,33 @@ def by_prompt(
 
 
 class CPUDecode:
-    """Attention of decode steps over a `KVCache` by one kernel, which also writes the new key and
-    value there. Query (n, heads, 1, head_dim), new key and value (n, kv_heads, 1, head_dim) -> (n,
-    heads, head_dim)."""
+    """Attention of decode steps over a `KVCache` by one kernel, which also writes the new keys and
+    values there."""
 
     writes_cache = True
 
-    def supports(self, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> bool:
-        """Whether the kernel can be used for a layer."""
-        return not softcap and value.shape == key.shape and can_run(query, key, value)
+    def supports(self, call: AttentionCall) -> bool:
+        """Whether the kernel can be used for a layer, by its call in a prefill."""
+        has_plain_scores = not call.softcap and call.sinks is None
+        is_alike = call.value.shape == call.key.shape
+        return has_plain_scores and is_alike and can_run(call.query, call.key, call.value)
 
-    def __call__(
-        self,
-        batch: StepMetadata,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        keys, values = batch.cache.layer(layer, key, value)
+    def __call__(self, batch: StepMetadata, call: AttentionCall) -> Tensor:
+        """As `products_attention`: (n, heads, 1, d) -> (count, heads, d)."""
+        keys, values = batch.cache.layer(call.layer, call.key, call.value)
         heads = keys.shape[1]
         if ("token_offsets", heads) not in batch.step_cache:
             batch.step_cache["token_offsets", heads] = batch.token_offsets(heads)
+        rows = batch.step_rows
         return operations.decode_attention(
-            _contiguous_heads(query),
-            _contiguous_heads(key),
-            _contiguous_heads(value),
+            _contiguous_heads(call.query[rows]),
+            _contiguous_heads(call.key[rows]),
+            _contiguous_heads(call.value[rows]),
             keys,
             values,
             batch.step_cache["token_offsets", heads],
-            scale,
-            window,
+            call.scale,
+            call.window,
         )
 
 
@@ -166,14 +183,7 @@ def _contiguous_heads(heads: Tensor) -> Tensor:
 
 
 def flash_segments(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    query_starts: Tensor,
-    key_starts: Tensor,
-    used: Tensor,
-    longest: int,
-    scale: float,
+    query: Tensor, keys: Tensor, values: Tensor, segments: KeySegments, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of N queries (N, heads, d), each over its own segment of the keys (S, 1, d) -> (N,
     heads, d), and the logarithm of the sum of the exponentials of the scores, (heads, N) fp32.
@@ -183,24 +193,20 @@ def flash_segments(
     Its pages (`block_table`) need another flash attention than the one in PyTorch; with `used`, the
     operator reads of `key_starts` only where a segment begins, so segments may be anywhere and may
     overlap.
-
-    `query_starts`: (N + 1,) int32, 0, 1, ... N. `key_starts`: (N + 1,) int32, where each segment
-    begins in `keys`; the last has no meaning. `used`: (N,) int32, how many keys each query attends
-    to, at least 1; `longest` is not below any.
     """
     output, log_sums, *_ = torch.ops.aten._flash_attention_forward(
         query,
         keys,
         values,
-        query_starts,
-        key_starts,
-        1,
-        longest,
-        0.0,
-        False,
-        False,
+        segments.query_starts,
+        segments.key_starts,
+        1,  # tokens of the longest query
+        segments.longest,
+        0.0,  # dropout
+        False,  # is_causal
+        False,  # return_debug_mask
         scale=scale,
-        seqused_k=used,
+        seqused_k=segments.used,
     )
     return output, log_sums
 
@@ -229,73 +235,62 @@ class FlashDecode:
         self._kernel = kernel
         self._dtypes = dtypes
 
-    def supports(self, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> bool:
-        """Whether the kernel can be used for a layer: query (n, heads, L, d), key and value (n,
-        kv_heads, L, d). The first time, the kernel is compared with `products_attention` on random
-        rows of the same shape."""
+    def supports(self, call: AttentionCall) -> bool:
+        """Whether the kernel can be used for a layer, by its call in a prefill. The first time, the
+        kernel is compared with `products_attention` on random rows of the same shape."""
+        query = call.query
         width = query.shape[3]
         if (
-            softcap
+            call.softcap
+            or call.sinks is not None
             or query.dtype not in self._dtypes
             or width % 8
             or width > WIDEST_HEAD
-            or value.shape != key.shape
+            or call.value.shape != call.key.shape
         ):
             return False
-        return _agrees(self._kernel, query.dtype, query.device, query.shape[1], key.shape[1], width)
+        kv_heads = call.key.shape[1]
+        return _agrees(self._kernel, query.dtype, query.device, query.shape[1], kv_heads, width)
 
-    def __call__(
-        self,
-        batch: StepMetadata,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        """As `products_attention`: (count, heads, 1, head_dim) -> (count, heads, head_dim). Not for
-        a `SharedPrefix`.
+    def __call__(self, batch: StepMetadata, call: AttentionCall) -> Tensor:
+        """As `products_attention`: (n, heads, 1, d) -> (count, heads, d). Not for a `SharedPrefix`.
 
         Rows of a pool may have two segments: own tokens and a prefix. Both are queries of one call,
-        and the parts are weighted by the sums of their softmax, which makes them the softmax over
-        all keys. The rows of a prompt are next to each other, so the GPU reads its keys from memory
-        about once, and for the other rows from its L2 cache.
+        and their results are weighted by the sums of their softmax, which makes them the softmax
+        over all keys. The rows of a prompt are next to each other, so the GPU reads its keys from
+        memory about once, and for the other rows from its L2 cache.
         """
-        keys = batch.cache.keys[layer]
-        values = batch.cache.values[layer]
+        keys = batch.cache.keys[call.layer]
+        values = batch.cache.values[call.layer]
         kv_heads = keys.shape[-3]
         width = keys.shape[-1]
-        if ("segments", kv_heads, window) not in batch.step_cache:
-            starts, used = batch.segments(kv_heads, window)
-            query_starts = torch.arange(len(used) + 1, dtype=torch.int32, device=query.device)
-            key_starts = nn.functional.pad(starts.to(torch.int32), (0, 1))
-            segments = (query_starts, key_starts, used.to(torch.int32))
-            batch.step_cache["segments", kv_heads, window] = segments
-        query_starts, key_starts, used = batch.step_cache["segments", kv_heads, window]
+        key = ("segments", kv_heads, call.window)
+        if key not in batch.step_cache:
+            batch.step_cache[key] = _key_segments(batch, kv_heads, call.window)
+        segments = batch.step_cache[key]
         # (count * kv_heads, heads / kv_heads, d)
-        folded = query.reshape(batch.count * kv_heads, -1, width)
-        segments_per_query = len(used) // len(folded)
+        folded = call.query[batch.step_rows].reshape(batch.count * kv_heads, -1, width)
+        segments_per_query = len(segments.used) // len(folded)
         if segments_per_query > 1:
             folded = folded.repeat(segments_per_query, 1, 1)
         mixed, log_sums = self._kernel(
-            folded,
-            keys.view(-1, 1, width),
-            values.view(-1, 1, width),
-            query_starts,
-            key_starts,
-            used,
-            batch.length,
-            scale,
+            folded, keys.view(-1, 1, width), values.view(-1, 1, width), segments, call.scale
         )
         if segments_per_query > 1:
             # (group, segments_per_query, count * kv_heads)
             weights = torch.softmax(log_sums.unflatten(1, (segments_per_query, -1)), dim=1)
-            weighted = mixed.unflatten(0, (segments_per_query, -1)) * weights.permute(
-                1, 2, 0
-            ).unsqueeze(3)
-            mixed = weighted.sum(dim=0).to(query.dtype)
+            weights = weights.permute(1, 2, 0).unsqueeze(3)
+            weighted = mixed.unflatten(0, (segments_per_query, -1)) * weights
+            mixed = weighted.sum(dim=0).to(folded.dtype)
         return mixed.reshape(batch.count, -1, width)
+
+
+def _key_segments(batch: StepMetadata, kv_heads: int, window: int | None) -> KeySegments:
+    """The segments that the rows and key heads of a batch attend to, see `segments` there."""
+    starts, used = batch.segments(kv_heads, window)
+    query_starts = torch.arange(len(used) + 1, dtype=torch.int32, device=used.device)
+    key_starts = nn.functional.pad(starts.to(torch.int32), (0, 1))
+    return KeySegments(query_starts, key_starts, used.to(torch.int32), batch.length)
 
 
 @cache
@@ -313,7 +308,6 @@ def _agrees(
     pool.keys[0] = random(1, kv_heads, 900, width)
     pool.values[0] = random(1, kv_heads, 900, width)
     query = random(8, heads, 1, width)
-    scale = width**-0.5
     offsets, starts, prefix_starts, prefix_lengths = torch.tensor(
         [
             [0, 200, 17, 99, 5, 1, 30, 4],
@@ -326,13 +320,14 @@ def _agrees(
     batch = PooledMetadata(
         pool, offsets, starts, prefix_starts, prefix_lengths, length=300, shares=True
     )
+    call = AttentionCall(0, query, query, query, width**-0.5)
     with attempt() as tried:
-        output = FlashDecode(kernel)(batch, 0, query, query, query, scale, None)
+        output = FlashDecode(kernel)(batch, call)
     reason = unfit(tried)
     if reason:
         _log.warning(f"rollout: with the flash attention kernel {reason}; decode steps are slower")
         return False
-    expected = products_attention(batch, 0, query, scale, None, None)
+    expected = products_attention(batch, call)
     difference = float((output.float() - expected.float()).abs().max())
     if not difference <= TOLERANCE:
         _log.warning(

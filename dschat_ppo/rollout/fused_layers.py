@@ -26,6 +26,7 @@ from dschat_ppo.errors import attempt
 from dschat_ppo.models.backbone import check_attention_call, forward_replaced, unfit
 from dschat_ppo.models.fast_layers import kernels_for
 from dschat_ppo.rollout.attention import attention_replaced, prefill_attention
+from dschat_ppo.rollout.decode_kernels import AttentionCall
 
 # The children of a layer of Llama's form. A layer with others (norms of queries, four norms) does
 # not have that form.
@@ -199,8 +200,8 @@ class _RecordingAttention:
         check_attention_call(module, mask, {})
         self.states = [query, key, value]
         self.settings = settings
-        mixed = prefill_attention(query, key, value, query.shape[3] ** -0.5, None, None)
-        return mixed.transpose(1, 2), None
+        call = AttentionCall(0, query, key, value, query.shape[3] ** -0.5)
+        return prefill_attention(call).transpose(1, 2), None
 
 
 @torch.no_grad()

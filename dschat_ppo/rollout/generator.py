@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
-from torch import Tensor
+import torch
 from transformers import PreTrainedModel
 
 from dschat_ppo.cpu_kernels.operations import can_run
@@ -25,106 +24,50 @@ from dschat_ppo.rollout.continuous_batching import (
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs, StaticMemory
 from dschat_ppo.rollout.decode_kernels import flash_decode
 from dschat_ppo.rollout.fused_layers import can_prepack, fp32_logits, fused
+from dschat_ppo.rollout.generation_request import ENGINES, GenerationConfig, RolloutRequest
 from dschat_ppo.rollout.kv_cache import SPARE, KVCache
 from dschat_ppo.rollout.padded_batches import PaddedBatches
-from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 from dschat_ppo.rollout.turn_by_turn import generate_turn_by_turn
-from dschat_ppo.types import PromptBatch, Rollout, repeat_rows
-
-EngineName = Literal["continuous", "padded", "recomputed"]
-ENGINES: dict[EngineName, str] = {  # the faster ones first
-    "continuous": "continuous batching",
-    "padded": "padded batches",
-    "recomputed": "passes of whole rows",
-}
+from dschat_ppo.types import Rollout, repeat_rows
 
 WIDTH_STEP = 64  # of prompts, so that buffers and graphs of one rollout fit the next
 
 
-@dataclass(frozen=True)
-class GenerationConfig:
-    """How rollouts are generated: `samples` responses per prompt, by `engine`, one of `ENGINES`.
-
-    `rows` sequences run at a time, 0 = as many as memory allows, up to `MAX_ROWS` or
-    `MAX_ROWS_GPU`. `prepack` lays the weights out for few rows (on a CPU), at the cost of their
-    memory. `static` runs decode steps at fixed addresses, as CUDA graphs on a GPU (None: on a GPU,
-    unless forward passes are collective).
-    """
-
-    sampling: SamplingParameters
-    stopping: StoppingCriteria
-    samples: int = 1
-    rows: int = 0
-    prepack: bool = True
-    static: bool | None = None
-    engine: EngineName = "continuous"
-
-
-def generate(  # noqa: PLR0913
+def generate(
     model: PreTrainedModel,
-    prompts: PromptBatch,
-    seeds: Tensor,
+    request: RolloutRequest,
     config: GenerationConfig,
     max_over_ranks: MaxOverRanks | None = None,
-    limits: Tensor | None = None,
     cancelled: Callable[[], bool] = never,
     graphs: RolloutGraphs | None = None,
     turns: Turns | None = None,
-    drawn: Tensor | None = None,
 ) -> Rollout:
-    """Sample responses: B * `samples` rows, those of one prompt one after another, padded to the
-    longest. A response depends on its prompt, its seed and the weights, not on the other rows (up
-    to rounding, which can differ with the shapes of matrix products).
+    """Sample responses, padded to the longest. A response depends on its prompt, its seed and the
+    weights, not on the other rows (up to rounding, which can differ with the shapes of matrix
+    products).
 
     Args:
         model: in eval mode, as lent by `HybridEngine.generating`.
-        prompts: B left-padded prompts on the model's device, each of at least one token.
-        seeds: (B * samples,) int64, one for each response.
+        request: prompts, and a seed for each response.
         config: sampling, stopping criteria and engine.
         max_over_ranks: this rank's integer -> the largest one of all ranks. Needed where forward
             passes are collective (ZeRO-3 weights gathered layer by layer): every rank then makes
             the same number of passes.
-        limits: (B * samples,) int64, most tokens of each response, from 1 to `max_new_tokens`;
-            None: `max_new_tokens`.
         cancelled: called before each token (static steps: each poll). Once it returns True, this
             rank generates no more tokens, and unfinished responses have none.
         graphs: CUDA graphs of all rollouts of a run; None: of this one.
-        turns: of episodes, whose limits count all tokens after the prompt.
-        drawn: (B * samples,) int64, how many tokens were drawn with each seed before; None: none.
+        turns: of episodes; limits then count all tokens after the prompt.
     """
-    on_gpu = prompts.prompt_ids.is_cuda
-    is_static = _is_static(model, config, max_over_ranks, turns, on_gpu)
+    is_static = _is_static(model, config, max_over_ranks, turns, request.on_gpu)
     if turns is not None and not is_static:
-        return _turn_by_turn(
-            model, prompts, seeds, config, max_over_ranks, limits, cancelled, turns
-        )
+        return _turn_by_turn(model, request, config, max_over_ranks, cancelled, turns)
     with ExitStack() as stack:
         if max_over_ranks is None:
-            if config.prepack and can_prepack(model):
-                stack.enter_context(fused(model))
-            if on_gpu:
-                stack.enter_context(fp32_logits(model))
-            if on_gpu and kernels_for(next(model.parameters())):
-                stack.enter_context(fused(model))
+            stack.enter_context(_fewer_operations(model, config, request.on_gpu))
         if is_static:
-            if not on_gpu and turns is not None:
-                graphs = None
-            elif on_gpu and graphs is None:
-                graphs = RolloutGraphs()
-            return _generate_static(model, prompts, seeds, config, limits, cancelled, graphs, turns)
-        buffers = SequenceBuffers(
-            prompts,
-            seeds,
-            config.samples,
-            config.sampling,
-            config.stopping,
-            vocabulary_size(model),
-            1,
-            limits,
-        )
-        if drawn is not None:
-            buffers.skip(seeds, drawn)
+            return _generate_static(model, request, config, cancelled, graphs, turns)
+        buffers = SequenceBuffers(request, config, vocabulary_size(model), slack=1)
         rows = min(config.rows or rows_for_memory(model, buffers.width), buffers.count)
         if config.engine == "continuous":
             ContinuousBatching(model, buffers, rows, max_over_ranks, cancelled).run()
@@ -132,6 +75,22 @@ def generate(  # noqa: PLR0913
             has_cache = config.engine == "padded"
             PaddedBatches(model, buffers, rows, max_over_ranks, cancelled, has_cache).run()
     return buffers.rollout()
+
+
+@contextmanager
+def _fewer_operations(
+    model: PreTrainedModel, config: GenerationConfig, on_gpu: bool
+) -> Iterator[None]:
+    """In the block, layers of a model with whole weights run fused where its device has kernels for
+    that, and on a GPU its head gives fp32 logits."""
+    with ExitStack() as stack:
+        if config.prepack and can_prepack(model):
+            stack.enter_context(fused(model))
+        if on_gpu:
+            stack.enter_context(fp32_logits(model))
+            if kernels_for(next(model.parameters())):
+                stack.enter_context(fused(model))
+        yield
 
 
 def _is_static(
@@ -154,81 +113,49 @@ def _is_static(
 
 def _turn_by_turn(
     model: PreTrainedModel,
-    prompts: PromptBatch,
-    seeds: Tensor,
+    request: RolloutRequest,
     config: GenerationConfig,
     max_over_ranks: MaxOverRanks | None,
-    limits: Tensor | None,
     cancelled: Callable[[], bool],
     turns: Turns,
 ) -> Rollout:
     """Episodes that this function generates turn by turn, each turn by `generate`."""
-    starts = repeat_rows(prompts, config.samples)
+    limits = request.limits
     if limits is None:
-        most_tokens = [config.stopping.max_new_tokens] * len(starts.prompt_ids)
-    else:
-        most_tokens = limits.tolist()
+        limits = torch.full_like(request.seeds, config.stopping.max_new_tokens)
+    starts = RolloutRequest(repeat_rows(request.prompts, config.samples), request.seeds, limits)
     one_sample = replace(config, samples=1)
 
-    def sample(prompts: PromptBatch, seeds: Tensor, limits: Tensor, drawn: Tensor) -> Rollout:
-        return generate(
-            model, prompts, seeds, one_sample, max_over_ranks, limits, cancelled, drawn=drawn
-        )
+    def sample(actions: RolloutRequest) -> Rollout:
+        return generate(model, actions, one_sample, max_over_ranks, cancelled)
 
     return generate_turn_by_turn(
-        sample,
-        starts,
-        seeds,
-        most_tokens,
-        max_over_ranks or (lambda value: value),
-        cancelled,
-        turns,
+        sample, starts, max_over_ranks or (lambda count: count), cancelled, turns
     )
 
 
 def _generate_static(
     model: PreTrainedModel,
-    prompts: PromptBatch,
-    seeds: Tensor,
+    request: RolloutRequest,
     config: GenerationConfig,
-    limits: Tensor | None,
     cancelled: Callable[[], bool],
     graphs: RolloutGraphs | None,
     turns: Turns | None,
 ) -> Rollout:
     """Continuous batching with decode steps at fixed addresses; `graphs` records them, or reuses
     those that it kept."""
-    key = (config, len(seeds))
-    width = prompts.prompt_ids.shape[1]
+    if request.on_gpu and graphs is None:
+        graphs = RolloutGraphs()
+    if turns is not None and not request.on_gpu:
+        graphs = None
+    key = (config, len(request.seeds))
     memory = None
     if graphs is not None:
-        memory = graphs.take(key, width, model)
+        memory = graphs.take(key, request.prompts.prompt_ids.shape[1], model)
     if memory is not None:
-        memory.buffers.fill(prompts, seeds, limits)
+        memory.buffers.fill(request)
     else:
-        prompt_width = width
-        if graphs is not None:
-            prompt_width = -(-width // WIDTH_STEP) * WIDTH_STEP
-        buffers = SequenceBuffers(
-            prompts,
-            seeds,
-            config.samples,
-            config.sampling,
-            config.stopping,
-            vocabulary_size(model),
-            POLL,
-            limits,
-            prompt_width,
-        )
-        rows, slots = pool_limits(model, min(config.rows, buffers.count), buffers.width)
-        capacity = SPARE + 1
-        recorder = None
-        if graphs is not None:
-            capacity = graphs.capacity(key, slots)
-            recorder = graphs.recorder
-        memory = StaticMemory(
-            buffers, KVCache(1, capacity), min(rows, buffers.count), slots, recorder
-        )
+        memory = _new_static_memory(model, request, config, graphs, key)
     rows = memory.entries.shape[1]
     engine = ContinuousBatching(model, memory.buffers, rows, None, cancelled, memory, turns)
     engine.run()
@@ -237,29 +164,53 @@ def _generate_static(
     return memory.buffers.rollout()
 
 
+def _new_static_memory(
+    model: PreTrainedModel,
+    request: RolloutRequest,
+    config: GenerationConfig,
+    graphs: RolloutGraphs | None,
+    key: Hashable,
+) -> StaticMemory:
+    """The memory of decode steps at fixed addresses. With `graphs` the columns for prompts are
+    rounded up, and the pool has the capacity that the last rollout with this `key` needed."""
+    prompt_width = request.prompts.prompt_ids.shape[1]
+    if graphs is not None:
+        prompt_width = -(-prompt_width // WIDTH_STEP) * WIDTH_STEP
+    buffers = SequenceBuffers(request, config, vocabulary_size(model), POLL, prompt_width)
+    most_rows = min(config.rows, buffers.count)
+    rows, slots = pool_limits(model, most_rows, buffers.width)
+    capacity = SPARE + 1
+    recorder = None
+    if graphs is not None:
+        capacity = graphs.capacity(key, slots)
+        recorder = graphs.recorder
+    pool = KVCache(1, capacity)
+    return StaticMemory(buffers, pool, min(rows, buffers.count), slots, recorder)
+
+
 def engine_text(
     model: PreTrainedModel, config: GenerationConfig, max_over_ranks: MaxOverRanks | None = None
 ) -> str:
     """The engine and the kernels of `generate` with these arguments, for the log."""
     weight = next(model.parameters())
     has_whole_weights = max_over_ranks is None
-    parts = [ENGINES[config.engine]]
+    descriptions = [ENGINES[config.engine]]
     if config.engine == "continuous":
         if flash_decode(weight.device) is not None:
-            parts.append("flash attention")
+            descriptions.append("flash attention")
         elif can_run(weight):
-            parts.append("compiled attention")
+            descriptions.append("compiled attention")
         else:
-            parts.append("PyTorch attention")
+            descriptions.append("PyTorch attention")
         if weight.is_cuda:
             if has_whole_weights and not has_states(model.config):
-                parts.append("CUDA graphs")
+                descriptions.append("CUDA graphs")
             else:
-                parts.append("no CUDA graphs")
+                descriptions.append("no CUDA graphs")
     if config.prepack and has_whole_weights and can_prepack(model):
-        parts.append("prepacked weights")
+        descriptions.append("prepacked weights")
     if has_whole_weights:
-        parts.append("whole weights")
+        descriptions.append("whole weights")
     else:
-        parts.append("weights gathered layer by layer")
-    return ", ".join(parts)
+        descriptions.append("weights gathered layer by layer")
+    return ", ".join(descriptions)

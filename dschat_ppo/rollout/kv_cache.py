@@ -175,6 +175,11 @@ class DecodeMetadata:
         """Rows of the batch."""
         return len(self.slots)
 
+    @cached_property
+    def step_rows(self) -> slice:
+        """The rows of the batch in the tensors of the step."""
+        return slice(self.first, self.first + self.count)
+
     @property
     def length(self) -> int:
         """No row has more tokens in `cache`."""
@@ -237,6 +242,11 @@ class PooledMetadata:
     def count(self) -> int:
         """Rows of the step."""
         return len(self.offsets)
+
+    @cached_property
+    def step_rows(self) -> slice:
+        """The rows of the batch in the tensors of the step: all."""
+        return slice(self.first, self.count)
 
     @cached_property
     def rows(self) -> Tensor:

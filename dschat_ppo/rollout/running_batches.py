@@ -23,6 +23,24 @@ _NONE = np.array([], dtype=np.int64)
 AnyRows = TypeVar("AnyRows", bound="RunningRows")
 
 
+@dataclass(eq=False)
+class Sequences:
+    """All A sequences of a generation, numpy int64 (A,) each; those of one prompt are consecutive.
+
+    `prompts` is the index of the prompt of each, `prompt_lengths` its tokens, `limits` the most
+    response tokens. `start_lengths` are the tokens with which a sequence starts, or starts again:
+    its prompt and, in an episode, all before its current action. Those change in place.
+    """
+
+    prompts: np.ndarray
+    prompt_lengths: np.ndarray
+    limits: np.ndarray
+    start_lengths: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start_lengths = self.prompt_lengths.copy()
+
+
 def rounded_up(slots: Any) -> Any:
     """A number of slots, or an array of numbers, rounded up to a multiple of `GROWTH`."""
     return -(-slots // GROWTH) * GROWTH
@@ -148,12 +166,11 @@ def join_batches(first: DecodeBatch, second: DecodeBatch) -> DecodeBatch:
 
 @dataclass(eq=False)
 class RunningBatches:
-    """The running sequences, in batches. `prompt_lengths` and `prompts` (A,) int64 are prompt
-    length and prompt index of each sequence. Sequences of one prompt that start together read its
-    keys from one copy if all prompts of the batch have more than `share_from` tokens; 0: never."""
+    """The running ones of all `sequences`, in batches. Those of one prompt that start together read
+    its keys from one copy if all prompts of the batch have more than `share_from` tokens; 0:
+    never."""
 
-    prompt_lengths: np.ndarray
-    prompts: np.ndarray
+    sequences: Sequences
     share_from: int
     batches: list[DecodeBatch] = field(default_factory=list)
 
@@ -173,11 +190,12 @@ class RunningBatches:
     def start(self, wave: np.ndarray) -> list[Prefill]:
         """Start `wave` (n,), sequences with the longest prompts first, in batches of similar
         lengths, none small. Returns what their caches get."""
+        lengths = self.sequences.prompt_lengths[wave]
         ends = list[int]()
         begin = 0
         for end in range(SMALL_BATCH, len(wave) - SMALL_BATCH + 1):
-            shortest = MIN_LENGTH_RATIO * self.prompt_lengths[wave[begin]]
-            if end - begin >= SMALL_BATCH and self.prompt_lengths[wave[end]] < shortest:
+            shortest = MIN_LENGTH_RATIO * lengths[begin]
+            if end - begin >= SMALL_BATCH and lengths[end] < shortest:
                 ends.append(end)
                 begin = end
         return [self._start_batch(sequences) for sequences in np.split(wave, ends)]
@@ -186,14 +204,15 @@ class RunningBatches:
         """Start `sequences` (n,) as one batch, with one prefix for several where that is worth it.
         Returns what its cache, or its prefix, gets."""
         _, leaders, source = np.unique(
-            self.prompts[sequences], return_index=True, return_inverse=True
+            self.sequences.prompts[sequences], return_index=True, return_inverse=True
         )
         # the first decode step feeds the last token
-        lengths = np.maximum(self.prompt_lengths[sequences] - 1, 1)
+        positions = self.sequences.prompt_lengths[sequences] - 1
+        lengths = np.maximum(positions, 1)
         longest = int(lengths.max())
         prompts = sequences[leaders]  # for each prompt a sequence that has it
         zeros = np.zeros_like(source)
-        rows = RunningRows(sequences, self.prompt_lengths[sequences] - 1, zeros, zeros)
+        rows = RunningRows(sequences, positions, zeros, zeros)
         if 0 < self.share_from <= lengths.min() and len(leaders) < len(sequences):
             filled = KVCache(len(leaders), longest)
             rows.prefix_lengths = lengths

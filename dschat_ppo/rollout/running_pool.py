@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dschat_ppo.rollout.kv_cache import SPARE, KVCache, Prefill
-from dschat_ppo.rollout.running_batches import RunningRows, rounded_up
+from dschat_ppo.rollout.running_batches import RunningRows, Sequences, rounded_up
 
 FIRST_TOKENS = 128  # of a response, for which a sequence has slots when it starts
 # a pool with a larger share in use grows; one with less has slots enough elsewhere
@@ -74,7 +74,7 @@ class PooledRows(RunningRows):
 
 
 class RunningPool:
-    """The running sequences, with a segment of the slots of `pool` each.
+    """The running ones of all `sequences`, with a segment of the slots of `pool` each.
 
     A wave starts only if each running sequence can then still double its segment once. If slots are
     used up all the same, the sequence with the shortest response goes back to the queue; its seed
@@ -83,46 +83,32 @@ class RunningPool:
     """
 
     def __init__(
-        self,
-        prompt_lengths: np.ndarray,
-        prompts: np.ndarray,
-        limits: np.ndarray,
-        pool: KVCache,
-        most_slots: int,
-        poll: int,
-        share_from: int,
-        start_lengths: np.ndarray | None = None,
+        self, sequences: Sequences, pool: KVCache, most_slots: int, poll: int, share_from: int
     ):
         """
         Args:
-            prompt_lengths: (A,) int64, of each sequence.
-            prompts: (A,) int64, the index of its prompt; sequences of one prompt are consecutive.
-            limits: (A,) int64, most response tokens of each.
+            sequences: all of the generation.
             pool: a cache of one row, whose contents are lost. If it has the capacity that another
                 rollout needed, it grows only once that is used up.
             most_slots: its largest capacity; raised to what a single sequence needs.
             poll: tokens of a decode step.
             share_from: sequences of a prompt with so many tokens read its keys from one copy; 0:
                 never.
-            start_lengths: (A,) int64, tokens with which each sequence starts, of which its prompt
-                is the beginning; None: the prompt. The caller may change it.
         """
-        self.prompt_lengths = prompt_lengths
-        self.prompts = prompts
-        if start_lengths is None:
-            start_lengths = prompt_lengths
-        self.start_lengths = start_lengths
+        self.sequences = sequences
         self.pool = pool
         self.most_slots = most_slots
         self.poll = poll
         self._proven = pool.capacity  # enough for another rollout, unless the pool is new
-        tokens = prompt_lengths - 1  # the first decode step feeds the last token of a prompt
+        prompts = sequences.prompts
+        # the first decode step feeds the last token of a prompt
+        tokens = sequences.prompt_lengths - 1
         has_several = np.bincount(prompts)[prompts] > 1
         shared = (tokens >= share_from) & (share_from > 0) & has_several
         self.prefix_lengths = np.where(shared, tokens, 0)
         # by the index of the prompt
         self._shared = dict(zip(prompts.tolist(), self.prefix_lengths.tolist(), strict=True))
-        self.needs = tokens - self.prefix_lengths + limits  # most slots of a sequence
+        self.needs = tokens - self.prefix_lengths + sequences.limits  # most slots of a sequence
         self.clear()
 
     def clear(self) -> None:
@@ -138,7 +124,7 @@ class RunningPool:
 
     def first_sizes(self, sequences: np.ndarray) -> np.ndarray:
         """Slots with which `sequences` (n,) start, (n,) int64."""
-        tokens = self.start_lengths[sequences] - 1 - self.prefix_lengths[sequences]
+        tokens = self.sequences.start_lengths[sequences] - 1 - self.prefix_lengths[sequences]
         sizes: np.ndarray = np.minimum(rounded_up(tokens + FIRST_TOKENS), self.needs[sequences])
         return sizes
 
@@ -151,7 +137,7 @@ class RunningPool:
         doubled = np.minimum(2 * self.first_sizes(waiting), self.needs[waiting])
         for count, sequence in enumerate(waiting.tolist()):
             promised += doubled[count]
-            prompt = int(self.prompts[sequence])
+            prompt = int(self.sequences.prompts[sequence])
             if prompt not in known:
                 promised += self.prefix_lengths[sequence]
                 known.add(prompt)
@@ -166,11 +152,12 @@ class RunningPool:
     def start(self, wave: np.ndarray) -> list[Prefill]:
         """Give the sequences of `wave` their first segments. Returns what the pool gets: prompts
         that are not in it."""
+        prompt_of = self.sequences.prompts
         known = set(self._prefixes)
         zeros = np.zeros_like(wave)
         new = PooledRows(
             sequences=wave,
-            positions=self.start_lengths[wave] - 1,
+            positions=self.sequences.start_lengths[wave] - 1,
             prefix_lengths=self.prefix_lengths[wave],
             prefixes=zeros,
             starts=zeros,
@@ -178,9 +165,9 @@ class RunningPool:
             parked=zeros,
         )
         rows = PooledRows.of([self.rows, new])
-        rows = rows.select(np.argsort(self.prompts[rows.sequences], kind="stable"))
+        rows = rows.select(np.argsort(prompt_of[rows.sequences], kind="stable"))
         self.rows = rows
-        new_prompts = self.prompts[wave[new.prefix_lengths > 0]].tolist()
+        new_prompts = prompt_of[wave[new.prefix_lengths > 0]].tolist()
         self._prefixes = dict.fromkeys(new_prompts, SPARE) | self._prefixes
         self._lay_out(np.where(rows.sizes > 0, rows.sizes, self.first_sizes(rows.sequences)))
 
@@ -189,10 +176,10 @@ class RunningPool:
             (prompt, start) for prompt, start in self._prefixes.items() if prompt not in known
         ]
         unshared = np.isin(rows.sequences, wave) & (rows.prefix_lengths == 0)
-        unshared_prompts = self.prompts[rows.sequences[unshared]]
+        unshared_prompts = prompt_of[rows.sequences[unshared]]
         filled += zip(unshared_prompts.tolist(), rows.starts[unshared].tolist(), strict=True)
         filled_prompts, starts = np.array(filled, dtype=np.int64).reshape(-1, 2).T
-        prompts, leaders = np.unique(self.prompts[wave], return_index=True)
+        prompts, leaders = np.unique(prompt_of[wave], return_index=True)
         sequences = wave[leaders][np.searchsorted(prompts, filled_prompts)]
         return [Prefill(self.pool, sequences, np.zeros_like(sequences), starts)]
 
@@ -220,7 +207,8 @@ class RunningPool:
         memory runs out."""
         stopped: list[int] = []
         while self._sizes_for_poll() is None:
-            shortest = np.argmin(self.rows.positions - self.prompt_lengths[self.rows.sequences])
+            prompt_lengths = self.sequences.prompt_lengths[self.rows.sequences]
+            shortest = np.argmin(self.rows.positions - prompt_lengths)
             stopped.append(int(self.rows.sequences[shortest]))
             self._keep(np.arange(len(self)) != shortest)
         return stopped
@@ -268,7 +256,7 @@ class RunningPool:
         rows.starts = starts
         rows.sizes = sizes
         self._prefixes = prefixes
-        row_prompts = self.prompts[rows.sequences].tolist()
+        row_prompts = self.sequences.prompts[rows.sequences].tolist()
         row_prefixes = [prefixes.get(prompt, SPARE) for prompt in row_prompts]
         rows.prefixes = np.array(row_prefixes, dtype=np.int64)
 
@@ -329,5 +317,6 @@ class RunningPool:
         self.rows = self.rows.select(goes_on)
         for start, size in zip(dropped.starts.tolist(), dropped.sizes.tolist(), strict=True):
             self._free.give_back(start, size)
-        for prompt in set(self._prefixes) - set(self.prompts[self.rows.sequences].tolist()):
+        row_prompts = self.sequences.prompts[self.rows.sequences]
+        for prompt in set(self._prefixes) - set(row_prompts.tolist()):
             self._free.give_back(self._prefixes.pop(prompt), self._shared[prompt])

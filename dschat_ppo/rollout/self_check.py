@@ -26,7 +26,13 @@ from dschat_ppo.models.wrapped_models import vocabulary_size
 from dschat_ppo.rollout.attention import RolloutAttention, attention_replaced
 from dschat_ppo.rollout.continuous_batching import MaxOverRanks, Turns
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
-from dschat_ppo.rollout.generator import ENGINES, EngineName, GenerationConfig, generate
+from dschat_ppo.rollout.generation_request import (
+    ENGINES,
+    EngineName,
+    GenerationConfig,
+    RolloutRequest,
+)
+from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.kv_cache import KVCache, PrefillMetadata, RolloutCache
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.types import PromptBatch, Rollout, full_sequences, response_slots
@@ -132,6 +138,7 @@ def check_engine(
         if reason:
             return 0.0, reason
     prompts = _test_prompts(model, vocabulary, device)
+    request = RolloutRequest(prompts, seeds=torch.arange(SAMPLES * len(LENGTHS)))
     greedy = replace(
         config,
         sampling=SamplingParameters(top_k=1),
@@ -140,34 +147,32 @@ def check_engine(
         rows=4,
         engine=engine,
     )
-    rollouts: list[tuple[GenerationConfig, Turns | None]] = [(greedy, None)]
+    tests: list[tuple[GenerationConfig, Turns | None]] = [(greedy, None)]
     if has_turns:  # each token ends an action
         ends = StoppingCriteria(NEW_TOKENS, stop_ids=tuple(range(vocabulary)))
-        rollouts.append((replace(greedy, stopping=ends), Echo()))
-    seeds = torch.arange(SAMPLES * len(LENGTHS))
+        tests.append((replace(greedy, stopping=ends), Echo()))
     largest = torch.tensor(math.inf, device=device)
     with attempt() as tried:
         differences: list[Tensor] = []
-        for test_config, turns in rollouts:
+        for test_config, turns in tests:
             rollout = generate(
-                model,
-                prompts,
-                seeds,
-                test_config,
-                max_over_ranks,
-                graphs=graphs,
-                turns=turns,
+                model, request, test_config, max_over_ranks, graphs=graphs, turns=turns
             )
-            logits = plain_logits(model, rollout)
-            mask = rollout.response_mask
-            logprobs = token_logprobs(logits, rollout.response_ids)
-            likeliest = token_logprobs(logits, logits.argmax(dim=-1))
-            differences.append((logprobs - rollout.rollout_logprobs)[mask].abs())
-            differences.append((likeliest - logprobs)[mask])
+            differences += _greedy_differences(model, rollout)
         largest = torch.cat(differences).max()
     reason = unfit(tried)
     # of all ranks, so that they choose the same engine
     return float(all_reduce(largest, "max")), of_any_rank(reason, device)
+
+
+def _greedy_differences(model: PreTrainedModel, rollout: Rollout) -> list[Tensor]:
+    """Of each greedy token, how far its log-prob is from that of the model's plain pass, and how
+    far this one is below that of the likeliest token: (tokens,) each."""
+    logits = plain_logits(model, rollout)
+    mask = rollout.response_mask
+    logprobs = token_logprobs(logits, rollout.response_ids)
+    likeliest = token_logprobs(logits, logits.argmax(dim=-1))
+    return [(logprobs - rollout.rollout_logprobs)[mask].abs(), (likeliest - logprobs)[mask]]
 
 
 def _test_prompts(model: PreTrainedModel, vocabulary: int, device: torch.device) -> PromptBatch:

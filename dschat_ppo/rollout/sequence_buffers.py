@@ -6,15 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dschat_ppo.rollout.sampling import (
-    ASK_DEVICE,
-    NucleusSearch,
-    SamplingParameters,
-    StoppingCriteria,
-    row_uniforms,
-    sample,
-)
-from dschat_ppo.types import FinishReason, PromptBatch, Rollout, repeat_rows
+from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
+from dschat_ppo.rollout.sampling import ASK_DEVICE, NucleusSearch, row_uniforms, sample
+from dschat_ppo.types import FinishReason, Rollout, repeat_rows
 
 UNFINISHED = -1
 
@@ -26,78 +20,71 @@ class SequenceBuffers:
     `token_ids` (A+1, `width`) int64 holds prompt and response from column 0. `prompt_lengths`,
     `limits` (most response tokens) and `response_lengths` (0 until the sequence is finished) are
     (A+1,) int64. `finish_reasons` (A+1,) int8 is `UNFINISHED` or a `FinishReason`. `logprobs` and
-    `uniforms` are (A+1, `response_width`) fp32. `seen` is (A+1, V) bool, True for tokens in the
-    sequence, or None without a repetition penalty. `is_end` and `is_eos` are (V,) bool. `observed`
-    (A+1, `response_width`) bool marks response tokens that an environment wrote.
+    `uniforms` (numbers from which tokens are drawn) are (A+1, `response_width`) fp32. `seen` is
+    (A+1, V) bool, True for tokens in the sequence, or None without a repetition penalty. `is_end`
+    and `is_eos` are (V,) bool. `observed` (A+1, `response_width`) bool marks response tokens that
+    an environment wrote.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
-        prompts: PromptBatch,
-        seeds: Tensor,
-        samples: int,
-        sampling: SamplingParameters,
-        stopping: StoppingCriteria,
+        request: RolloutRequest,
+        config: GenerationConfig,
         vocabulary: int,
         slack: int,
-        limits: Tensor | None = None,
         prompt_width: int | None = None,
     ):
         """
         Args:
-            prompts: B prompts.
-            seeds: (A,) int64, from which each sequence draws its tokens.
-            samples: sequences of each prompt.
-            sampling: how tokens are drawn.
-            stopping: what ends a response.
+            request: the sequences.
+            config: how tokens are drawn, and what ends a response.
             vocabulary: V, the width of the logits.
             slack: response columns beyond `max_new_tokens`, for tokens after the end and before the
                 next check.
-            limits: (A,) int64, most response tokens; None: `max_new_tokens`.
             prompt_width: columns for prompts; None: as many as needed.
         """
-        device = prompts.prompt_ids.device
-        self.samples = samples
-        self.sampling = sampling
-        self.stopping = stopping
-        self.count = len(prompts.prompt_ids) * samples
-        self.prompt_width = prompt_width or prompts.prompt_ids.shape[1]
-        self.response_width = stopping.max_new_tokens + slack
+        prompt_ids = request.prompts.prompt_ids
+        device = prompt_ids.device
+        self.samples = config.samples
+        self.sampling = config.sampling
+        self.stopping = config.stopping
+        self.count = len(prompt_ids) * self.samples
+        self.prompt_width = prompt_width or prompt_ids.shape[1]
+        self.response_width = self.stopping.max_new_tokens + slack
         self.width = self.prompt_width + self.response_width + 1
-        self.prompt_lengths = torch.ones(self.count + 1, dtype=torch.int64, device=device)
+        rows = self.count + 1
+        self.prompt_lengths = torch.ones(rows, dtype=torch.int64, device=device)
         self.limits = torch.empty_like(self.prompt_lengths)
-        self.token_ids = torch.empty(self.count + 1, self.width, dtype=torch.int64, device=device)
-        self.uniforms = torch.zeros(self.count + 1, self.response_width, device=device)
-        self.logprobs = torch.empty(self.count + 1, self.response_width, device=device)
-        self.observed = torch.zeros(
-            self.count + 1, self.response_width, dtype=torch.bool, device=device
-        )
-        self.response_lengths = torch.empty(self.count + 1, dtype=torch.int64, device=device)
-        self.finish_reasons = torch.empty(self.count + 1, dtype=torch.int8, device=device)
+        self.token_ids = torch.empty(rows, self.width, dtype=torch.int64, device=device)
+        self.uniforms = torch.zeros(rows, self.response_width, device=device)
+        self.logprobs = torch.empty(rows, self.response_width, device=device)
+        self.observed = torch.zeros(rows, self.response_width, dtype=torch.bool, device=device)
+        self.response_lengths = torch.empty(rows, dtype=torch.int64, device=device)
+        self.finish_reasons = torch.empty(rows, dtype=torch.int8, device=device)
         self.is_end = torch.zeros(vocabulary, dtype=torch.bool, device=device)
-        self.is_end[list(stopping.ids)] = True
+        self.is_end[list(self.stopping.ids)] = True
         self.is_eos = torch.zeros_like(self.is_end)
-        self.is_eos[list(stopping.eos_ids)] = True
+        self.is_eos[list(self.stopping.eos_ids)] = True
         self.seen: Tensor | None = None
-        if sampling.repetition_penalty != 1:
-            self.seen = torch.zeros(self.count + 1, vocabulary, dtype=torch.bool, device=device)
-        self.fill(prompts, seeds, limits)
+        if self.sampling.repetition_penalty != 1:
+            self.seen = torch.zeros(rows, vocabulary, dtype=torch.bool, device=device)
+        self.fill(request)
 
-    def fill(self, prompts: PromptBatch, seeds: Tensor, limits: Tensor | None) -> None:
+    def fill(self, request: RolloutRequest) -> None:
         """Start again with as many prompts, none wider than `prompt_width`. All tensors stay where
         they are."""
-        self.prompts = repeat_rows(prompts, self.samples)
-        longest = prompts.prompt_ids.shape[1]
+        self.prompts = repeat_rows(request.prompts, self.samples)
+        longest = self.prompts.prompt_ids.shape[1]
         device = self.token_ids.device
         self.prompt_lengths[:-1] = self.prompts.prompt_mask.sum(dim=1)
         self.limits.fill_(self.stopping.max_new_tokens)
-        if limits is not None:
-            self.limits[:-1] = limits
+        if request.limits is not None:
+            self.limits[:-1] = request.limits
         start = longest - self.prompt_lengths[:-1].unsqueeze(1)  # left padding of each prompt
         columns = (torch.arange(longest, device=device) + start).clamp_max(longest - 1)
         self.token_ids.zero_()
         self.token_ids[:-1, :longest] = self.prompts.prompt_ids.gather(1, columns)
-        self.uniforms[:-1] = row_uniforms(seeds, self.response_width)
+        self.uniforms[:-1] = self._uniforms(request)
         self.logprobs.zero_()
         self.observed.zero_()
         self.response_lengths.zero_()
@@ -105,12 +92,15 @@ class SequenceBuffers:
         if self.seen is not None:
             self.reset(list(range(self.count)))
 
-    def skip(self, seeds: Tensor, drawn: Tensor) -> None:
-        """Draw the tokens of each sequence with the numbers after the first `drawn` (A,) int64 ones
-        of its seed."""
-        uniforms = row_uniforms(seeds, self.response_width + int(drawn.max()))
+    def _uniforms(self, request: RolloutRequest) -> Tensor:
+        """(A, `response_width`) fp32: the numbers of each seed, after those that were drawn
+        before."""
+        drawn = request.drawn
+        if drawn is None:
+            return row_uniforms(request.seeds, self.response_width)
+        uniforms = row_uniforms(request.seeds, self.response_width + int(drawn.max()))
         columns = drawn.unsqueeze(1) + torch.arange(self.response_width, device=drawn.device)
-        self.uniforms[:-1] = uniforms.gather(1, columns)
+        return uniforms.gather(1, columns)
 
     @property
     def nbytes(self) -> int:

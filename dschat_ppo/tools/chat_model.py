@@ -31,7 +31,7 @@ from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.vocabulary import check_vocabulary
 from dschat_ppo.ppo.generation_settings import end_ids
-from dschat_ppo.rollout.generator import GenerationConfig
+from dschat_ppo.rollout.generation_request import GenerationConfig
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.self_check import choose_engine
 from dschat_ppo.tools.sampling_settings import SamplingSettings

@@ -45,7 +45,8 @@ from dschat_ppo.rewards.build_rewards import (
 from dschat_ppo.rewards.learned_reward import model_reward
 from dschat_ppo.rewards.reward_source import RewardMixture, RewardSource
 from dschat_ppo.rollout.continuous_batching import never
-from dschat_ppo.rollout.generator import GenerationConfig, generate
+from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
+from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.sampling import StoppingCriteria
 from dschat_ppo.rollout.self_check import choose_engine
 from dschat_ppo.tools.chat_model import CheckedModel, checked_models
@@ -319,12 +320,14 @@ def _rollout(
     seeds = seeds.to(dist.device())
     if episodes is None:
         batch = collate_prompts(prompts, indices, filler_id(checked.tokenizer))
-        return generate(model, to_device(batch, dist.device()), seeds, config)
+        request = RolloutRequest(to_device(batch, dist.device()), seeds)
+        return generate(model, request, config)
     prompt_seeds = row_seeds(first, len(indices), *path).tolist()
     batch, turns = episodes.begin(prompts, indices, config.samples, prompt_seeds, never)
     # the rows of `batch` may be repeated, one for each episode
     config = replace(config, samples=len(seeds) // len(batch.prompt_ids))
-    rollout = generate(model, to_device(batch, dist.device()), seeds, config, turns=turns)
+    request = RolloutRequest(to_device(batch, dist.device()), seeds)
+    rollout = generate(model, request, config, turns=turns)
     return episodes.end(rollout, turns, cancelled=False, counts=True)
 
 

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dschat_ppo.models.wrapped_models import vocabulary_size
+from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
 from dschat_ppo.rollout.padded_batches import PaddedBatches
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
@@ -34,7 +35,9 @@ def stream_tokens(
     vocabulary = vocabulary_size(model)
     stopping = StoppingCriteria(max_new_tokens, tuple(end for end in ends if end < vocabulary))
     prompts = PromptBatch(ids, torch.ones_like(ids).bool())
-    buffers = SequenceBuffers(prompts, torch.tensor([seed]), 1, sampling, stopping, vocabulary, 1)
+    config = GenerationConfig(sampling, stopping)
+    request = RolloutRequest(prompts, torch.tensor([seed]))
+    buffers = SequenceBuffers(request, config, vocabulary, slack=1)
     for token in PaddedBatches(model, buffers, 1).tokens(torch.zeros_like(ids[0, :1])):
         yield int(token)
 

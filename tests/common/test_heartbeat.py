@@ -83,8 +83,8 @@ def test_the_background_writer_sends_no_heartbeats_and_wait_pauses_the_watchdog(
         gate.wait(10)
         return whole(state, path)
 
-    whole = state_files._write
-    monkeypatch.setattr(state_files, "_write", write)
+    whole = state_files._write_and_describe
+    monkeypatch.setattr(state_files, "_write_and_describe", write)
     monkeypatch.setattr(os, "fsync", noting(paused, os.fsync))
     writer = BackgroundWriter()
     writer.save({"a": torch.ones(2)}, tmp_path / "a.pt")

@@ -30,7 +30,8 @@ from dschat_ppo.models.loading import (
 from dschat_ppo.models.micro_batches import Segments
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel, response_logprobs
-from dschat_ppo.rollout.generator import GenerationConfig, generate
+from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
+from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
 
@@ -398,7 +399,7 @@ def test_responses_are_generated_at_positions_after_padding(name, engine):
         engine=engine,
     )
     prompts = prompts_of((1, 9, 20, 5))
-    rollout = generate(model, prompts, torch.arange(4), how)
+    rollout = generate(model, RolloutRequest(prompts, torch.arange(4)), how)
     assert rollout.response_mask.sum() > 8
     torch.testing.assert_close(
         rollout.rollout_logprobs, plain_logprobs(model, rollout, 0.8), atol=1e-4, rtol=0

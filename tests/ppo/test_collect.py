@@ -35,7 +35,7 @@ from dschat_ppo.rewards.reward_source import (
     Scores,
 )
 from dschat_ppo.rollout.continuous_batching import never
-from dschat_ppo.rollout.generator import GenerationConfig
+from dschat_ppo.rollout.generation_request import GenerationConfig
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.types import Rollout, ScoredRollout
 

@@ -21,7 +21,7 @@ from dschat_ppo.ppo.evaluation import (
 )
 from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.rewards.reward_source import FailedRows, RewardFunctionError, Scores
-from dschat_ppo.rollout.generator import GenerationConfig
+from dschat_ppo.rollout.generation_request import GenerationConfig
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.types import FinishReason, Rollout
 

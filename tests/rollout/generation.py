@@ -6,7 +6,8 @@ import logging
 import torch
 from tiny_models import LENGTHS, model_of, prompts_of, tokens_of
 
-from dschat_ppo.rollout.generator import GenerationConfig, generate
+from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
+from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.types import Rollout
 
@@ -34,9 +35,8 @@ def run(  # noqa: PLR0913
     config = GenerationConfig(sampling, stopping, **how)
     seeds = torch.arange(len(prompts.prompt_ids) * config.samples) if seeds is None else seeds
     model = model_of(model) if isinstance(model, str) else model
-    return generate(
-        model, prompts, seeds, config, max_over_ranks, limits, graphs=graphs, turns=turns
-    )
+    request = RolloutRequest(prompts, seeds, limits)
+    return generate(model, request, config, max_over_ranks, graphs=graphs, turns=turns)
 
 
 def assert_same(found: Rollout, expected: Rollout, atol: float = 2e-5) -> None:

@@ -25,6 +25,7 @@ from dschat_ppo.rollout import (
     running_pool,
 )
 from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, RolloutGraphs, StaticMemory, row_bucket
+from dschat_ppo.rollout.decode_kernels import KeySegments
 from dschat_ppo.rollout.kv_cache import KVCache
 from dschat_ppo.rollout.running_pool import PooledRows, RunningPool
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
@@ -449,7 +450,12 @@ def looping_kernel(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """One operator for a recorded step, as the kernel is."""
-    return LoopingKernel()(query, keys, values, numbers, starts, used, longest, scale)
+    segments = KeySegments(numbers, starts, used, longest)
+    return LoopingKernel()(query, keys, values, segments, scale)
+
+
+def one_operator(query, keys, values, segments, scale):
+    return looping_kernel(query, keys, values, *segments, scale)
 
 
 @pytest.mark.parametrize(
@@ -467,7 +473,7 @@ def test_graphs_stay_right_while_rows_move_and_the_pool_grows(
     expected = pooled(samples=samples, static=False)
     if kernel == "flash":
         monkeypatch.setattr(
-            continuous_batching, "flash_decode", lambda device: flash_with(looping_kernel)
+            continuous_batching, "flash_decode", lambda device: flash_with(one_operator)
         )
         decode_kernels._agrees.cache_clear()
     monkeypatch.setattr(generator, "pool_limits", lambda *_: (6, LITTLE[slots]))

@@ -21,6 +21,7 @@ from dschat_ppo.rollout.attention import attention_replaced
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching
 from dschat_ppo.rollout.cuda_graphs import Bucket, StaticMemory
 from dschat_ppo.rollout.decode_kernels import FlashDecode, _products, flash_segments
+from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
 from dschat_ppo.rollout.kv_cache import KVCache, PrefillMetadata
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
@@ -58,8 +59,9 @@ def counts_of(
     prompts = PromptBatch(
         torch.ones(ROWS, 8, dtype=torch.int64), torch.ones(ROWS, 8, dtype=torch.bool)
     )
-    stopping = StoppingCriteria(9, (3,), min_new_tokens=2)
-    buffers = SequenceBuffers(prompts, torch.arange(ROWS), 1, sampling, stopping, vocabulary, 8)
+    config = GenerationConfig(sampling, StoppingCriteria(9, (3,), min_new_tokens=2))
+    request = RolloutRequest(prompts, torch.arange(ROWS))
+    buffers = SequenceBuffers(request, config, vocabulary, 8)
     memory = StaticMemory(buffers, KVCache(1, 64 * ROWS), ROWS, 1000)
     engine = ContinuousBatching(model, buffers, ROWS, memory=memory)
     for holder in (buffers, memory):

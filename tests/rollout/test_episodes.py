@@ -22,7 +22,8 @@ from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.models.backbone import slot_arguments
 from dschat_ppo.rollout import continuous_batching
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching
-from dschat_ppo.rollout.generator import GenerationConfig, generate
+from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
+from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria, row_uniforms, sample
 from dschat_ppo.types import FinishReason
 
@@ -133,7 +134,7 @@ def test_tokens_and_log_probs_are_those_of_a_loop_over_whole_histories(name, way
         monkeypatch.setattr(continuous_batching, "CPU_POLL", continuous_batching.POLL)
     model, turns = model_of(name), Scripted(1)
     config = GenerationConfig(SAMPLING, StoppingCriteria(LIMIT, ENDS), SAMPLES, **WAYS[way])
-    found = generate(model, prompts_of(), SEEDS, config, turns=turns)
+    found = generate(model, RolloutRequest(prompts_of(), SEEDS), config, turns=turns)
     expected = by_hand(name)
     assert len({len(tokens) for tokens, _, _ in expected}) > 1 and any(
         not all(chosen) for _, chosen, _ in expected
@@ -192,14 +193,15 @@ def test_observations_are_one_pass_and_equal_decode_steps_however_they_are_divid
             return observed[-1]
 
     monkeypatch.setattr(ContinuousBatching, "_extends", a_token_at_a_time(original))
-    expected = generate(model_of("gemma3"), prompts_of(), SEEDS, config, turns=Scripted(2))
+    request = RolloutRequest(prompts_of(), SEEDS)
+    expected = generate(model_of("gemma3"), request, config, turns=Scripted(2))
     monkeypatch.setattr(ContinuousBatching, "_extends", original)
     monkeypatch.setattr(
         ContinuousBatching, "_extend", lambda *args: passes.append(args[1:]) or extend(*args)
     )
     if pairs is not None:
         monkeypatch.setattr(continuous_batching, "MAX_EXTEND_PAIRS", pairs)
-    found = generate(model_of("gemma3"), prompts_of(), SEEDS, config, turns=Noting(2))
+    found = generate(model_of("gemma3"), request, config, turns=Noting(2))
     assert_same(found, expected)
     counts = [
         count
@@ -235,10 +237,8 @@ def test_a_short_observation_at_the_last_position_of_the_model_may_come_with_a_l
     ends = StoppingCriteria(14, tuple(range(VOCABULARY)))
     found = generate(
         model,
-        prompts_of((20, 32)),
-        SEEDS[:2],
+        RolloutRequest(prompts_of((20, 32)), SEEDS[:2], limits=torch.tensor([14, 3])),
         GenerationConfig(SAMPLING, ends),
-        limits=torch.tensor([14, 3]),
         turns=turns,
     )
     assert found.response_lengths.tolist() == [14, 3]

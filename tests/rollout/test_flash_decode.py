@@ -10,8 +10,10 @@ from torch import Tensor
 
 from dschat_ppo.rollout import continuous_batching, decode_kernels
 from dschat_ppo.rollout.decode_kernels import (
+    AttentionCall,
     CPUDecode,
     FlashDecode,
+    KeySegments,
     flash_segments,
     products_attention,
 )
@@ -26,9 +28,8 @@ class LoopingKernel:
     def __init__(self):
         self.calls = []
 
-    def __call__(
-        self, query, keys, values, numbers, starts, used, longest, scale
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, query, keys, values, segments, scale) -> tuple[Tensor, Tensor]:
+        numbers, starts, used, longest = segments
         self.calls.append((starts[:-1].tolist(), used.tolist(), longest))
         assert {numbers.dtype, starts.dtype, used.dtype} == {torch.int32}
         assert numbers.tolist() == list(range(len(query) + 1))
@@ -105,36 +106,39 @@ def test_it_equals_products_over_own_tokens_and_a_shared_prompt(window, shares):
 def check(batch, query: Tensor, window: int | None) -> tuple[list[int], list[int], int]:
     """Compare it and the kernel of a CPU with `products_attention`; returns what the kernel was
     asked for."""
-    kernel, expected = LoopingKernel(), products_attention(batch, 3, query, 0.3, window, None)
-    found = flash_with(kernel)(batch, 3, query, query, query, 0.3, window)
+    kernel, call = LoopingKernel(), AttentionCall(3, query, query, query, 0.3, window)
+    expected = products_attention(batch, call)
+    found = flash_with(kernel)(batch, call)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     # which it writes again
-    own = (part[range(batch.count), :, batch.newest, None] for part in batch.read(3))
-    torch.testing.assert_close(
-        CPUDecode()(batch, 3, query, *own, 0.3, window), expected, atol=1e-5, rtol=1e-5
-    )
-    (call,) = kernel.calls
-    return call
+    key, value = (part[range(batch.count), :, batch.newest, None] for part in batch.read(3))
+    compiled = CPUDecode()(batch, call._replace(key=key, value=value))
+    torch.testing.assert_close(compiled, expected, atol=1e-5, rtol=1e-5)
+    (asked,) = kernel.calls
+    return asked
 
 
 # Which layers use it
 
 
-def heads(count=4, kv_heads=2, width=8, dtype=torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+def call_of(count=4, kv_heads=2, width=8, dtype=torch.float32, **others) -> AttentionCall:
     key = torch.zeros(1, kv_heads, 3, width, dtype=dtype)
-    return torch.zeros(1, count, 3, width, dtype=dtype), key, key
+    query = torch.zeros(1, count, 3, width, dtype=dtype)
+    return AttentionCall(0, query, key, key, 0.3, **others)
 
 
 def test_layers_that_the_kernel_supports():
     attention = flash_with(LoopingKernel())
-    assert attention.supports(*heads(), None) and attention.supports(*heads(kv_heads=4), None)
-    assert not attention.supports(*heads(), 2.0), "a soft cap"
+    assert attention.supports(call_of()) and attention.supports(call_of(kv_heads=4))
+    for others in ({"softcap": 2.0}, {"sinks": torch.zeros(4)}):
+        assert not attention.supports(call_of(**others))
     for shape in ({"width": 12}, {"width": 264}, {"dtype": torch.float16}):
-        assert not attention.supports(*heads(**shape), None)
+        assert not attention.supports(call_of(**shape))
 
 
-def ignores_used(query, keys, values, numbers, starts, used, longest, scale):
-    return LoopingKernel()(query, keys, values, numbers, starts, used.clamp_min(40), longest, scale)
+def ignores_used(query, keys, values, segments, scale):
+    longer = segments._replace(used=segments.used.clamp_min(40))
+    return LoopingKernel()(query, keys, values, longer, scale)
 
 
 def sums_of_base_2(*arguments):
@@ -151,7 +155,7 @@ def fails(*arguments):
 )
 def test_a_kernel_that_fails_or_gives_other_numbers_is_not_used(kernel, words, caplog):
     for _ in range(2):
-        assert not flash_with(kernel).supports(*heads(), None)
+        assert not flash_with(kernel).supports(call_of())
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert words in record.getMessage()
 
@@ -172,7 +176,8 @@ def test_the_operator_of_this_torch_takes_the_arguments():
         torch.empty(60, 1, 8, device="meta").bfloat16(),
     )
     query = torch.empty(6, 2, 8, dtype=torch.bfloat16, device="meta")
-    output, log_sums = flash_segments(query, keys, keys, numbers, numbers, numbers[:6], 10, 0.3)
+    segments = KeySegments(numbers, numbers, numbers[:6], 10)
+    output, log_sums = flash_segments(query, keys, keys, segments, 0.3)
     assert output.shape == query.shape
     assert (log_sums.shape, log_sums.dtype) == ((2, 6), torch.float32)
 

@@ -11,7 +11,8 @@ from tiny_models import LENGTHS, model_of, prompts_of, tokens_of, transformers_g
 
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.models.wrapped_models import PolicyModel, response_logprobs
-from dschat_ppo.rollout.generator import GenerationConfig, generate
+from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
+from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.types import PromptBatch, Rollout, concat_rows, pad_rows, select_rows
 
@@ -184,7 +185,8 @@ def test_after_a_cancellation_only_finished_responses_have_tokens(engine, tokens
         return len(calls) > tokens + (engine == "padded")
 
     how = GenerationConfig(WARM, WITH_ENDS, rows=COUNT, engine=engine)
-    found = generate(model_of("llama"), prompts_of(), SEEDS, how, cancelled=cancelled)
+    request = RolloutRequest(prompts_of(), SEEDS)
+    found = generate(model_of("llama"), request, how, cancelled=cancelled)
     expected = [row if len(row) <= tokens else [] for row in tokens_of(whole)]
     assert tokens_of(found) == expected
     assert (found.finish_reason < 0).tolist() == [not row for row in expected]

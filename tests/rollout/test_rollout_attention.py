@@ -9,7 +9,7 @@ import torch
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.models.backbone import UnsupportedAttentionError
 from dschat_ppo.rollout.attention import RolloutAttention, prefill_attention
-from dschat_ppo.rollout.decode_kernels import CPUDecode
+from dschat_ppo.rollout.decode_kernels import AttentionCall, CPUDecode
 from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, PrefillMetadata
 
 MODULE = SimpleNamespace(layer_idx=0)
@@ -22,7 +22,8 @@ def random(*shape, seed: int) -> torch.Tensor:
 def test_causal_attention_in_half_precision_does_not_overflow():
     """Products of 300 x 300 x 8 are beyond fp16, their scaled sums are not."""
     query = torch.full((1, 2, 3, 8), 300.0, dtype=torch.float16)
-    found = prefill_attention(query, query, torch.ones_like(query), 1 / 1024, None, 50.0)
+    call = AttentionCall(0, query, query, torch.ones_like(query), 1 / 1024, softcap=50.0)
+    found = prefill_attention(call)
     assert torch.equal(found, torch.ones_like(found))
 
 
@@ -32,7 +33,7 @@ def test_a_sink_is_one_more_score_of_each_softmax(window, dtype, atol):
     """GPT-OSS; on a CPU in bf16 by the compiled kernel."""
     query, sinks = random(2, 4, 9, 8, seed=0).to(dtype), random(4, seed=3).to(dtype)
     key, value = (random(2, 2, 9, 8, seed=seed).to(dtype) for seed in (1, 2))
-    found = prefill_attention(query, key, value, 0.3, window, None, sinks)
+    found = prefill_attention(AttentionCall(0, query, key, value, 0.3, window, sinks=sinks))
     scores = query.double() @ key.double().repeat_interleave(2, dim=1).transpose(2, 3) * 0.3
     for row in range(9):
         for column in range(9):
@@ -59,12 +60,11 @@ def test_tokens_after_others_see_what_they_see_in_a_whole_row(window, softcap, h
     them are not seen."""
     query, sinks = random(2, 4, 9, 8, seed=0), random(4, seed=3) if has_sinks else None
     key, value = (random(2, 2, 9, 8, seed=seed) for seed in (1, 2))
-    whole = prefill_attention(query, key, value, 0.3, window, softcap, sinks)
+    call = AttentionCall(0, query, key, value, 0.3, window, softcap, sinks)
+    whole = prefill_attention(call)
     newest = torch.tensor([[5, 6, 7], [2, 2, 2]])
     chosen = newest.view(2, 1, 3, 1).expand(2, 4, 3, 8)
-    found = prefill_attention(
-        query.gather(2, chosen), key, value, 0.3, window, softcap, sinks, newest
-    )
+    found = prefill_attention(call._replace(query=query.gather(2, chosen)), newest)
     torch.testing.assert_close(found, whole.gather(2, chosen), atol=2e-6, rtol=0)
 
 
@@ -143,7 +143,9 @@ def test_steps_and_caches_of_the_compiled_kernel_are_those_without_it(window, la
 
 def test_what_the_compiled_kernel_supports():
     kernel, half = CPUDecode(), halves(1, 2, 1, 16)
-    assert kernel.supports(half, half, half, None)
-    assert not kernel.supports(half, half, half, 30.0), "a soft cap"
-    assert not kernel.supports(half.half(), half.half(), half.half(), None)
-    assert not kernel.supports(half, half, half[..., :8], None), "values of another width"
+    call = AttentionCall(0, half, half, half, 0.25)
+    assert kernel.supports(call)
+    assert not kernel.supports(call._replace(softcap=30.0))
+    assert not kernel.supports(call._replace(sinks=half[0, :, 0, 0]))
+    assert not kernel.supports(AttentionCall(0, half.half(), half.half(), half.half(), 0.25))
+    assert not kernel.supports(call._replace(value=half[..., :8])), "values of another width"

@@ -16,8 +16,9 @@ from transformers import PretrainedConfig
 from dschat_ppo.rollout import continuous_batching, running_batches, running_pool
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching
 from dschat_ppo.rollout.cuda_graphs import StaticMemory
+from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
 from dschat_ppo.rollout.kv_cache import SPARE, KVCache, PooledMetadata, PrefillMetadata
-from dschat_ppo.rollout.running_batches import MAX_BATCHES, RunningBatches
+from dschat_ppo.rollout.running_batches import MAX_BATCHES, RunningBatches, Sequences
 from dschat_ppo.rollout.running_pool import FreeSlots, RunningPool
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
@@ -73,12 +74,10 @@ class World:
         # left padding
         place = torch.arange(longest) - (longest - torch.tensor(prompt_lengths).unsqueeze(1))
         prompts = PromptBatch(1000 * torch.arange(count).unsqueeze(1) + place, place >= 0)
-        sampling, stopping = SamplingParameters(top_k=1), StoppingCriteria(LONGEST)
-        limits, seeds = (
-            torch.from_numpy(self.answers),
-            torch.zeros(count * samples, dtype=torch.int64),
-        )
-        self.buffers = SequenceBuffers(prompts, seeds, samples, sampling, stopping, 4, STEP, limits)
+        config = GenerationConfig(SamplingParameters(top_k=1), StoppingCriteria(LONGEST), samples)
+        seeds = torch.zeros(count * samples, dtype=torch.int64)
+        request = RolloutRequest(prompts, seeds, torch.from_numpy(self.answers))
+        self.buffers = SequenceBuffers(request, config, 4, STEP)
         memory = None
         if slots is not None:
             memory = StaticMemory(self.buffers, pool or KVCache(1, SPARE + 1), rows, slots)
@@ -120,7 +119,9 @@ class World:
             tags = -(1000 * sequences.unsqueeze(1) + positions)
         keys, values = tagged(tags)
         for layer in (0, 1):
-            self.engine.attention(SimpleNamespace(layer_idx=layer), keys, keys, values, None, 1.0)
+            self.engine.attention(
+                SimpleNamespace(layer_idx=layer), keys, keys, values, None, scaling=1.0
+            )
         return torch.zeros(len(ids), 4)
 
     def check_rows(self, batch, sequences, positions) -> None:
@@ -241,9 +242,18 @@ def test_long_prompts_come_first_and_groups_stay_together(monkeypatch):
     assert world.engine.running.rows.positions.tolist() == [9, 9] and world.passes == 1
 
 
+def sequences_of(prompt_lengths, limit=LONGEST, samples=1) -> Sequences:
+    count = len(prompt_lengths)
+    return Sequences(np.arange(count) // samples, np.array(prompt_lengths), np.full(count, limit))
+
+
+def pool_of(sequences, most_slots=999) -> RunningPool:
+    return RunningPool(sequences, KVCache(1, 1), most_slots, STEP, share_from=0)
+
+
 def test_prompts_of_very_different_lengths_get_separate_batches():
     lengths = np.array([100] * 20 + [10] * 20)
-    running = RunningBatches(lengths, np.arange(40), 0)
+    running = RunningBatches(sequences_of(lengths), 0)
     running.start(np.arange(40))
     assert [batch.rows.sequences.tolist() for batch in running.batches] == [
         list(range(20)),
@@ -251,7 +261,7 @@ def test_prompts_of_very_different_lengths_get_separate_batches():
     ]
     assert [batch.cache.capacity for batch in running.batches] == [100, 12]
     for few in (lengths[12:28], lengths[:25], lengths[15:]):  # fewer than `SMALL_BATCH` on one side
-        running = RunningBatches(few, np.arange(len(few)), 0)
+        running = RunningBatches(sequences_of(few), 0)
         running.start(np.arange(len(few)))
         assert len(running.batches) == 1
 
@@ -340,10 +350,8 @@ def test_a_stopped_sequence_is_not_lost_when_memory_runs_out_right_after(monkeyp
 
 
 def test_the_answers_of_a_short_prompt_get_copies_of_one_computation():
-    for running in (
-        RunningPool(np.full(4, 9), np.arange(4) // 2, np.full(4, 9), KVCache(1, 1), 999, STEP, 0),
-        RunningBatches(np.full(4, 9), np.arange(4) // 2, 0),
-    ):
+    sequences = sequences_of([9] * 4, limit=9, samples=2)
+    for running in (pool_of(sequences), RunningBatches(sequences, 0)):
         (prefill,) = running.start(np.arange(4))
         assert prefill.sequences.tolist() == [0, 0, 2, 2]
 
@@ -351,9 +359,7 @@ def test_the_answers_of_a_short_prompt_get_copies_of_one_computation():
 def test_a_wave_starts_only_if_all_rows_can_double_once():
     """10 sequences of 8 slots, which may need 43: 150 slots are enough for 9 to start, if each is
     to have 16."""
-    running = RunningPool(
-        np.full(10, 4), np.arange(10), np.full(10, 40), KVCache(1, 1), 150, STEP, 0
-    )
+    running = pool_of(sequences_of([4] * 10, limit=40), most_slots=150)
     assert running.room_for(np.arange(10), 4) == 9
     running.start(np.arange(9))
     assert running.rows.sizes.tolist() == [8] * 9 and running.pool.capacity == SPARE + 1 + 9 * 8
@@ -365,9 +371,7 @@ def test_a_wave_starts_only_if_all_rows_can_double_once():
 
 def test_the_sequences_with_the_shortest_answers_stop_when_slots_run_out():
     """Prompts of 2, 12 and 22 tokens in rows of 31: the next poll needs 36 slots a row."""
-    running = RunningPool(
-        np.array([2, 12, 22]), np.arange(3), np.full(3, 99), KVCache(1, 1), 999, STEP, 0
-    )
+    running = pool_of(sequences_of([2, 12, 22], limit=99))
     running.start(np.arange(3))
     running.rows.positions[:] = running.rows.sizes[:] = 31
     running.most_slots = SPARE + 1 + 2 * 36
@@ -377,9 +381,7 @@ def test_the_sequences_with_the_shortest_answers_stop_when_slots_run_out():
 def test_a_row_that_needs_more_slots_than_it_has_keeps_what_it_holds():
     """The second row goes on after 40 tokens that it observed, of which none is in the pool, which
     has 11 slots."""
-    running = RunningPool(
-        np.array([4, 4]), np.arange(2), np.full(2, 60), KVCache(1, 1), 999, STEP, 0
-    )
+    running = pool_of(sequences_of([4, 4], limit=60))
     running.start(np.arange(2))
     slots = torch.arange(running.pool.capacity, dtype=torch.float32).view(1, 1, -1, 1)
     running.pool.layer(0, slots, slots)[0].copy_(slots)

@@ -12,7 +12,8 @@ from tiny_models import HYBRIDS, model_of, new_model
 from dschat_ppo.errors import NonFiniteError, UserError
 from dschat_ppo.rollout import attention, continuous_batching, decode_kernels, self_check
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching
-from dschat_ppo.rollout.generator import ENGINES, GenerationConfig
+from dschat_ppo.rollout.decode_kernels import AttentionCall
+from dschat_ppo.rollout.generation_request import ENGINES, GenerationConfig
 from dschat_ppo.rollout.kv_cache import DecodeMetadata, PooledMetadata, RowStates
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.self_check import HALF_TOLERANCE, check_engine, choose_engine
@@ -126,40 +127,40 @@ def test_padded_batches_are_kept_and_checked(monkeypatch):
 # Mistakes that the check must find
 
 
-def without_mask(query, key, value, scale, *others):
+def without_mask(call, newest=None):
     return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, scale=scale, enable_gqa=True
+        call.query, call.key, call.value, scale=call.scale, enable_gqa=True
     )
+
+
+def with_call(change):
+    """A mistake of a function that gets an `AttentionCall`: it gets another one."""
+
+    def mistake(right):
+        return lambda *args: right(
+            *(change(arg) if isinstance(arg, AttentionCall) else arg for arg in args)
+        )
+
+    return mistake
+
+
+NO_WINDOW = with_call(lambda call: call._replace(window=None))
+NO_CAP = with_call(lambda call: call._replace(softcap=None))
 
 
 PREFILL = (attention, "prefill_attention")
 STEP = (attention, "products_attention")
 POSITIONS = continuous_batching, "position_arguments"
 MISTAKES = [  # name of a model, what is wrong, and how it replaces an attribute of an object
-    (
-        "llama",
-        "scale",
-        PREFILL,
-        lambda right: lambda q, k, v, scale, *others: right(q, k, v, scale * 1.1, *others),
-    ),
+    ("llama", "scale", PREFILL, with_call(lambda call: call._replace(scale=call.scale * 1.1))),
     ("llama", "not causal", PREFILL, lambda right: without_mask),
     ("gpt2", "not causal", PREFILL, lambda right: without_mask),
-    (
-        "mistral-window",
-        "no window",
-        PREFILL,
-        lambda right: lambda *args: right(*args[:4], None, args[5]),
-    ),
-    ("gemma3", "no window", PREFILL, lambda right: lambda *args: right(*args[:4], None, args[5])),
-    ("gemma2", "no cap", PREFILL, lambda right: lambda *args: right(*args[:5], None)),
-    (
-        "mistral-window",
-        "no window",
-        STEP,
-        lambda right: lambda *args: right(*args[:4], None, args[5]),
-    ),
-    ("gemma3", "no window", STEP, lambda right: lambda *args: right(*args[:4], None, args[5])),
-    ("gemma2", "no cap", STEP, lambda right: lambda *args: right(*args[:5], None)),
+    ("mistral-window", "no window", PREFILL, NO_WINDOW),
+    ("gemma3", "no window", PREFILL, NO_WINDOW),
+    ("gemma2", "no cap", PREFILL, NO_CAP),
+    ("mistral-window", "no window", STEP, NO_WINDOW),
+    ("gemma3", "no window", STEP, NO_WINDOW),
+    ("gemma2", "no cap", STEP, NO_CAP),
     (
         "llama",
         "prompts that samples share",
@@ -219,28 +220,35 @@ def test_a_mistake_of_continuous_batching_is_found(
 
 
 def seen_after_others(change):
-    """A mistake of `prefill_attention` where tokens come after cached ones, whose keys are number
-    `newest`."""
-    return lambda right: (
-        lambda *args: right(*args[:7], None if args[7] is None else change(args[7]))
-    )
+    """A mistake of `prefill_attention` where tokens come after cached ones: `change` makes another
+    call and `newest`."""
+
+    def mistake(right):
+        return lambda call, newest=None: right(
+            *((call, newest) if newest is None else change(call, newest))
+        )
+
+    return mistake
 
 
 OF_EPISODES = [
-    ("llama", "a later key", PREFILL, seen_after_others(lambda newest: newest + 1)),
+    (
+        "llama",
+        "a later key",
+        PREFILL,
+        seen_after_others(lambda call, newest: (call, newest + 1)),
+    ),
     (
         "llama",
         "not its own key",
         PREFILL,
-        seen_after_others(lambda newest: (newest - 1).clamp_min(0)),
+        seen_after_others(lambda call, newest: (call, (newest - 1).clamp_min(0))),
     ),
     (
         "mistral-window",
         "no window",
         PREFILL,
-        lambda right: (
-            lambda *args: right(*args[:4], args[4] if args[7] is None else None, *args[5:])
-        ),
+        seen_after_others(lambda call, newest: (call._replace(window=None), newest)),
     ),
     (
         "llama",

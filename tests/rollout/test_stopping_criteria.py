@@ -8,6 +8,7 @@ import torch
 from generation import run as rollout_of
 from tiny_models import LENGTHS, cut_at, model_of, prompts_of, tokens_of, transformers_greedy
 
+from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 from dschat_ppo.types import FinishReason, PromptBatch, Rollout
@@ -185,7 +186,8 @@ def test_several_tokens_are_cut_at_the_first_stop_string(tokens, found, reason, 
         stop_strings=("3", "59"),
         decode=lambda rows: ["".join(map(str, row)) for row in rows],
     )
-    buffers = SequenceBuffers(prompts, torch.arange(4), 2, SamplingParameters(), stopping, 10, 2)
+    config = GenerationConfig(SamplingParameters(), stopping, samples=2)
+    buffers = SequenceBuffers(RolloutRequest(prompts, torch.arange(4)), config, 10, 2)
     for count, token in enumerate(tokens):
         buffers.append(
             torch.tensor([3]), torch.tensor([count]), torch.tensor([token]), torch.zeros(1)

@@ -29,6 +29,7 @@ from dschat_ppo.engine.tensor_parallel import check_tensor_parallel, tensor_para
 from dschat_ppo.models.adapters import adapter_layers
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.wrapped_models import PolicyModel, response_logprobs
+from dschat_ppo.rollout.generation_request import RolloutRequest
 from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.sampling import StoppingCriteria
 from workers.ppo_setup import experience_of, ppo_of, score_answers, train_on
@@ -121,7 +122,8 @@ def generate_some(ppo, count: int, max_new_tokens: int):
     )
     with ppo.engines.hybrid.generating() as model:
         seeds = row_seeds(count * dist.rank(), count, 0)
-        return generate(model, batch, seeds, config, ppo.engines.hybrid.max_over_ranks)
+        request = RolloutRequest(batch, seeds)
+        return generate(model, request, config, ppo.engines.hybrid.max_over_ranks)
 
 
 def toggle_many(ppo) -> dict:
