@@ -145,8 +145,8 @@ def first_position(config: PretrainedConfig) -> int:
     return int(config.pad_token_id) + 1
 
 
-# A step asks for each model when it checks and when it loads it, and each answer takes a model
-# without weights. Keys: class, configuration as JSON.
+# What building a model without weights has told, because a step asks for each model when it checks
+# and when it loads it. Keys: class, configuration as JSON.
 _HAS_SCORE: dict[tuple[Any, str], bool] = {}
 _HEAD_NAMES: dict[tuple[Any, str], Set[str]] = {}
 
@@ -167,8 +167,8 @@ def check_classifier_config(config: PretrainedConfig, folder: str) -> None:
         )
     with reading(f"{folder}: no reward model can be built from its config.json"):
         classifier = _transformers_classifier(config)
-        is_usable = classifier is None or _has_score(classifier, config)
-    if classifier is not None and not is_usable:
+        lacks_head = classifier is not None and not _has_score(classifier, config)
+    if classifier is not None and lacks_head:
         raise UserError(
             f"{folder}: {classifier.__name__} has no head named '{SCORE}' that scores every token;"
             " take the one-label classifier of a decoder, such as LlamaForSequenceClassification,"

@@ -117,14 +117,15 @@ def backbone_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> Tensor
     slot 0 on. There is no attention mask: rows are right-padded, so under causal attention no real
     token sees padding, and kernels without a mask are faster. States after the `lengths` (B,) int64
     of the rows are meaningless."""
-    # padded to a multiple of `COLUMNS`, within the positions that the config names
+    # padded to a multiple of `COLUMNS`, within the positions that the config names; if it names
+    # none, as they are
     width = input_ids.shape[1]
     multiple = COLUMNS.get(input_ids.device.type, 1)
-    rounded = -(-width // multiple) * multiple
+    rounded_width = -(-width // multiple) * multiple
     positions = getattr(backbone.config.get_text_config(), "max_position_embeddings", None) or 0
-    most = positions - first_position(backbone.config)
+    most_columns = positions - first_position(backbone.config)
     padded = input_ids
-    padding = min(rounded, most) - width
+    padding = min(rounded_width, most_columns) - width
     if padding > 0:
         padded = torch.nn.functional.pad(input_ids, (0, padding))
     output = backbone(

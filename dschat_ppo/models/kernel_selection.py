@@ -174,7 +174,7 @@ def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
         reason, in_one_call = _select_packed(engine, module, ids)
     packing_is_quick = engine.device.type == "cpu" or in_one_call
     if reason is None and not (packing_is_quick or pack_on_gpu):
-        _set(module, packed=False)
+        _change_layout(module, packed=False)
         reason = "no kernel computes the attention of all of them in one call on this GPU"
     # Dropout and router noise would draw other numbers for fewer tokens.
     is_random = was_training and _draws_noise(module)
@@ -188,11 +188,12 @@ def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
     if reason is not None:
         logger().info(f"{type(module.backbone).__name__}: {reason}, so rows are padded")
     if reason is None and isinstance(module, PolicyModel) and not module.layout.fused:
-        return "its output head needs whole logits"
+        return "its output head needs whole logits"  # which are computed for padded rows
     return reason
 
 
-def _set(module: PolicyModel | ScalarModel, **ways: Any) -> None:
+def _change_layout(module: PolicyModel | ScalarModel, **ways: Any) -> None:
+    """Switch ways of the model's layout on or off."""
     module.layout = replace(module.layout, **ways)
 
 
@@ -200,10 +201,10 @@ def _select_fused(engine: Model, policy: PolicyModel, ids: Tensor) -> None:
     """Go through the vocabulary in blocks, if that gives the numbers of whole logits; else warn."""
     error = ""
     if policy.layout.fused:
-        _set(policy, fused=False)
+        _change_layout(policy, fused=False)
         fused, from_logits, error = _compare_ways(engine, policy, ids, fused=True)
         difference = _largest((fused - from_logits).abs().mean(dim=-1))
-        _set(policy, fused=difference < TOLERANCE[policy.lm.dtype])
+        _change_layout(policy, fused=difference < TOLERANCE[policy.lm.dtype])
     if not policy.layout.fused:
         reason = "its output head is more than a matrix product with a known scale and soft cap"
         if error:
@@ -260,7 +261,7 @@ def _select_packed(
             reason = f"its {type(layers[0]).__name__} does not keep rows apart: {reason}"
     elif not largest_difference < 1:
         reason = "packed rows do not give the numbers of padded rows"
-    _set(module, packed=reason is None)
+    _change_layout(module, packed=reason is None)
     return reason, in_one_call
 
 
@@ -303,7 +304,7 @@ def _keep_if_close(
 ) -> None:
     """Switch a way of the layout on if it gives the numbers of the model without it."""
     outputs, expected, error = _compare_ways(engine, module, ids, first_column, **{way: True})
-    _set(module, **{way: _is_close(outputs, expected, module.backbone.dtype)})
+    _change_layout(module, **{way: _is_close(outputs, expected, module.backbone.dtype)})
     if error:
         name = type(module.backbone).__name__
         logger().info(f"{name}: with {description} {error}, so it runs without")
@@ -356,7 +357,7 @@ def _compare_ways(
         The model's outputs with them and as it was before; and why the former raised, or "".
     """
     expected = _outputs(engine, ids, first_column)
-    _set(module, **ways)
+    _change_layout(module, **ways)
     outputs, error = _outputs_or_error(engine, ids, expected, first_column)
     return outputs, expected, error
 

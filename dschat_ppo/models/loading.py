@@ -136,12 +136,12 @@ def require_length(folder: str, longest: int, flags: str) -> None:
 
 
 @contextmanager
-def _loading(
+def _prepared_loading(
     folder: str, ds_config: dict[str, Any] | None, device: str | None = None
 ) -> Iterator[None]:
-    """Make `from_pretrained` build each layer already partitioned over the ranks if the config is
-    ZeRO-3. Ranks then wait for each other inside, so the watchdog is paused only for the other
-    configs."""
+    """In the block, `from_pretrained` builds each layer already partitioned over the ranks if
+    `ds_config` is ZeRO-3. Ranks then wait for each other inside, so the watchdog is paused only for
+    other configs. `device`: as in `load_causal_lm`."""
     if local_rank() == 0 and device != "meta":
         _read_through(folder)
     if ds_config is None or ds_config["zero_optimization"]["stage"] != 3:
@@ -279,7 +279,7 @@ def _load(
         options: dict[str, Any] = {"device_map": device}
     else:
         options = quantised_base(source.build, changes.adapter, DTYPES[dtype], ds_config)
-    with _loading(base, ds_config, device):
+    with _prepared_loading(base, ds_config, device):
         model: PreTrainedModel = source.kind.from_pretrained(
             base,
             config=source.config,

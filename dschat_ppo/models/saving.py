@@ -221,13 +221,9 @@ def write_model(
     folder only the weights of the adapter and of a score head, all in the number format in which
     they are written. The other arguments are those of `save_model`."""
     model: PreTrainedModel = module.pretrained
-    model.config.dtype = next(iter(state.values())).dtype
-    for name, value in (described or {}).items():
-        if value is not None:
-            setattr(model.config, name, value)
-        elif hasattr(model.config, name):
-            delattr(model.config, name)
     is_lm = not isinstance(module, ScalarModel)
+    model.config.dtype = next(iter(state.values())).dtype
+    _set_entries(model.config, described or {})
     if is_lm:
         model.generation_config = _config_for_generation(model, tokenizer, form.ends)
     elif first_position(model.config) == 0:
@@ -253,11 +249,7 @@ def write_model(
             if form.card is not None:
                 text = form.card(as_adapter, tokenizer.chat_template is not None)
                 (unfinished / "README.md").write_text(text, encoding="utf-8")
-        # as the umask permits; safetensors lets only the owner read
-        readable = unfinished.stat().st_mode & 0o666
-        for file in unfinished.iterdir():
-            if file.is_file():
-                file.chmod(readable)
+        _make_readable(unfinished)
         # An earlier run may have left the other form, as which the folder would be read.
         for pattern in other_form:
             for file in folder.glob(pattern):
@@ -270,6 +262,24 @@ def write_model(
             " the same command again"
         )
     return None
+
+
+def _set_entries(config: Any, entries: Mapping[str, float | str | None]) -> None:
+    """Set entries of a configuration; None removes one."""
+    for name, value in entries.items():
+        if value is not None:
+            setattr(config, name, value)
+        elif hasattr(config, name):
+            delattr(config, name)
+
+
+def _make_readable(folder: Path) -> None:
+    """Give the files in a folder the permissions that the umask leaves; safetensors lets only the
+    owner read."""
+    permissions = folder.stat().st_mode & 0o666
+    for file in folder.iterdir():
+        if file.is_file():
+            file.chmod(permissions)
 
 
 def _why_not_written(problem: OSError | SafetensorError) -> tuple[str, int | None]:

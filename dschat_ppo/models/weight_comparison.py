@@ -65,25 +65,29 @@ def check_weights(
         frozenset(allowed_missing),
         frozenset(allowed_unexpected),
     )
-    if key in _COMPARED:
-        return _COMPARED[key]
-    info, integers = _compared_by_transformers(kind, folder, config, key_mapping)
-    require_floating_point(folder, checkpoint_headers(folder), integers)
-    missing = set(info["missing_keys"])
-    faults = []
-    for fault, names in (
-        ("missing", missing - allowed_missing),
-        ("unexpected", _unexpected_names(info, folder, allowed_unexpected)),
-        ("wrong shape", _names_of_wrong_shape(info)),
-    ):
-        if names:
-            faults.append(f"{fault}: {_first_names(names)}")
+    if key not in _COMPARED:
+        info, integers = _compared_by_transformers(kind, folder, config, key_mapping)
+        require_floating_point(folder, checkpoint_headers(folder), integers)
+        missing = set(info["missing_keys"])
+        names_by_fault = {
+            "missing": missing - allowed_missing,
+            "unexpected": _unexpected_names(info, folder, allowed_unexpected),
+            "wrong shape": _names_of_wrong_shape(info),
+        }
+        _refuse_faults(folder, config, names_by_fault)
+        _COMPARED[key] = missing & allowed_missing
+    return _COMPARED[key]
+
+
+def _refuse_faults(
+    folder: str, config: PretrainedConfig, names_by_fault: Mapping[str, Set[str]]
+) -> None:
+    """Refuse a checkpoint if any fault has names of weights."""
+    faults = [f"{fault}: {_first_names(names)}" for fault, names in names_by_fault.items() if names]
     if faults:
         raise UserError(
             f"{folder}: the checkpoint does not fit {type(config).__name__}: {'; '.join(faults)}"
         )
-    _COMPARED[key] = missing & allowed_missing
-    return _COMPARED[key]
 
 
 def _unexpected_names(info: Mapping[str, Any], folder: str, allowed: Set[str]) -> set[str]:

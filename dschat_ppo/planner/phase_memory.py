@@ -175,10 +175,18 @@ def rollout_phase(
     actor_config: PretrainedConfig,
     device_memory: int,
 ) -> tuple[Phase, int]:
-    """Generation, and the number of sequences that are decoded at a time. At stage 3 the actor's
-    weights are gathered: whole ones (1 / size of the layers with tensor parallelism, or one layer
-    at a time); adapted ones are merged. `device_memory`: bytes that this rank's tensors may
-    take."""
+    """Generation: its peak, and the number of sequences that a rank decodes at a time.
+
+    At stage 3 the actor's weights are gathered: all, or with tensor parallelism this rank's shard
+    of the layers, or one layer at a time. Weights under LoRA are merged with it.
+
+    Args:
+        config: of step 3.
+        plan: its batches.
+        roles: all, the actor first.
+        actor_config: of the actor's model.
+        device_memory: bytes that this rank's tensors may take.
+    """
     ppo = config.ppo
     actor = roles[0]
     sizes = actor.sizes

@@ -59,19 +59,14 @@ class RolloutAttention:
         attention_mask: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """Write `key` and `value` (n, kv_heads, L, d) to the cache, and attend with `query` (n,
-        heads, L, d).
-
-        Args:
-            module: the layer.
-            query: (n, heads, L, d), rotated.
-            key: (n, kv_heads, L, d), rotated.
-            value: (n, kv_heads, L, d).
-            attention_mask: None; see `check_attention_call`.
-            options: those of transformers' attention functions.
+        """As an attention function of transformers: write `key` and `value` (n, kv_heads, L, d) to
+        the cache, and attend with `query` (n, heads, L, d).
 
         Returns:
             (n, L, heads, d), and no weights.
+
+        Raises:
+            UnsupportedAttentionError: the call has an argument that would be ignored.
         """
         check_attention_call(module, attention_mask, options)
         is_causal = options.get("is_causal")  # which counts before the attribute

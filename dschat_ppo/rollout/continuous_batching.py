@@ -121,13 +121,17 @@ class ContinuousBatching:
             self.running = RunningPool(
                 self.sequences, memory.pool, memory.most_slots, poll, MIN_SHARED_TOKENS
             )
-            self.graphed = GraphedDecoder(
-                self._generate_tokens,
-                self.sequences.prompt_lengths,
-                memory,
-                poll,
-                lambda: self.attention.reads_all_slots,
-            )
+            self.graphed = self._build_decoder(memory, poll)
+
+    def _build_decoder(self, memory: StaticMemory, poll: int) -> GraphedDecoder:
+        """The decode steps at the addresses of `memory`, `poll` tokens at a time."""
+        return GraphedDecoder(
+            self._generate_tokens,
+            self.sequences.prompt_lengths,
+            memory,
+            poll,
+            lambda: self.attention.reads_all_slots,
+        )
 
     @torch.no_grad()
     def run(self) -> None:

@@ -202,7 +202,7 @@ class DecodeMetadata:
     def segments(self, heads: int, window: int | None) -> tuple[Tensor, Tensor]:
         """The start and the number of the keys that each row and head attends to, (count * heads,)
         int64."""
-        hidden, used = _last(self.slots + 1, window)
+        hidden, used = _split_by_window(self.slots + 1, window)
         starts = torch.arange(self.count * heads, device=used.device) * self.cache.capacity
         return starts + hidden.repeat_interleave(heads), used.repeat_interleave(heads)
 
@@ -294,7 +294,7 @@ class PooledMetadata:
         (count * heads,), or with shared prefixes (2 * count * heads,): own tokens, then those of
         the prefix. A row that sees no prefix has its own tokens there again, because attention to
         no key has no result."""
-        hidden, used = _last(self.offsets + 1, window)
+        hidden, used = _split_by_window(self.offsets + 1, window)
         starts = self.starts + hidden
         if self.shares:
             seen = self.prefix_lengths  # tokens of the prefix in the window
@@ -312,7 +312,7 @@ class PooledMetadata:
         return torch.stack([self.offsets, self.starts, self.prefix_starts, self.prefix_lengths])
 
 
-def _last(tokens: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+def _split_by_window(tokens: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
     """How many of the first tokens are outside the window, and how many of the last ones are in
     it."""
     if window is None:

@@ -104,10 +104,10 @@ class RunningPool:
         # the first decode step feeds the last token of a prompt
         tokens = sequences.prompt_lengths - 1
         has_several = np.bincount(prompts)[prompts] > 1
-        shared = (tokens >= share_from) & (share_from > 0) & has_several
-        self.prefix_lengths = np.where(shared, tokens, 0)
-        # by the index of the prompt
-        self._shared = dict(zip(prompts.tolist(), self.prefix_lengths.tolist(), strict=True))
+        is_shared = (tokens >= share_from) & (share_from > 0) & has_several
+        self.prefix_lengths = np.where(is_shared, tokens, 0)
+        # by the index of a prompt: its tokens in the pool that its sequences share
+        self._prompt_tokens = dict(zip(prompts.tolist(), self.prefix_lengths.tolist(), strict=True))
         self.needs = tokens - self.prefix_lengths + sequences.limits  # most slots of a sequence
         self.clear()
 
@@ -185,7 +185,12 @@ class RunningPool:
 
     def _total(self, sizes: np.ndarray) -> int:
         """Slots in use if the running rows have segments of `sizes`."""
-        return SPARE + 1 + int(sizes.sum()) + sum(self._shared[prompt] for prompt in self._prefixes)
+        return (
+            SPARE
+            + 1
+            + int(sizes.sum())
+            + sum(self._prompt_tokens[prompt] for prompt in self._prefixes)
+        )
 
     def _sizes_for_poll(self) -> np.ndarray | None:
         """Sizes of segments with which each running sequence has slots for a poll, (n,); None: they
@@ -227,7 +232,7 @@ class RunningPool:
         of it."""
         rows = self.rows
         capacity = self.pool.capacity
-        lengths = {prompt: self._shared[prompt] for prompt in self._prefixes}
+        lengths = {prompt: self._prompt_tokens[prompt] for prompt in self._prefixes}
         resized = np.flatnonzero(sizes != rows.sizes)
         new_prompts = [prompt for prompt, start in self._prefixes.items() if start == SPARE]
         starts = rows.starts.copy()
@@ -269,7 +274,7 @@ class RunningPool:
         moves = list(zip(rows.starts, starts, filled, strict=True))  # (source, target, count)
         for prompt, source in self._prefixes.items():
             if source != SPARE:
-                moves.append((source, prefixes[prompt], self._shared[prompt]))
+                moves.append((source, prefixes[prompt], self._prompt_tokens[prompt]))
         if capacity == self.pool.capacity:
             moves = [move for move in moves if move[0] != move[1] and move[2]]
             if not moves:
@@ -319,4 +324,4 @@ class RunningPool:
             self._free.give_back(start, size)
         row_prompts = self.sequences.prompts[self.rows.sequences]
         for prompt in set(self._prefixes) - set(row_prompts.tolist()):
-            self._free.give_back(self._prefixes.pop(prompt), self._shared[prompt])
+            self._free.give_back(self._prefixes.pop(prompt), self._prompt_tokens[prompt])
