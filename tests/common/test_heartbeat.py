@@ -117,12 +117,12 @@ def test_weights_are_read_before_ranks_wait_for_each_other(
     blocks = -(-(tmp_path / "model.safetensors").stat().st_size // 10)
     config = None if stage is None else {"zero_optimization": {"stage": stage}}
     for _ in range(2):  # once
-        with loading._loading(str(tmp_path), config):
+        with loading._prepared_loading(str(tmp_path), config):
             assert heartbeat.watchdog_is_paused() is watchdog_paused
     assert len(heartbeats) == blocks + (4 if watchdog_paused else 0)
     monkeypatch.setenv("LOCAL_RANK", "1")
     loading._read_through.cache_clear()
-    with loading._loading(str(tmp_path), {"zero_optimization": {"stage": 3}}):
+    with loading._prepared_loading(str(tmp_path), {"zero_optimization": {"stage": 3}}):
         assert len(heartbeats) == blocks + (4 if watchdog_paused else 0)
 
 
