@@ -192,6 +192,8 @@ def check_attention_call(
 ) -> None:
     """Refuse a call of attention with what would be ignored: a mask, a bias, ... even if its
     numbers are 0."""
+    if attention_mask is None and _FOREIGN.keys().isdisjoint(options):
+        return
     arguments = {**options, "attention_mask": attention_mask}
     for name, what in _FOREIGN.items():
         if arguments.get(name) is not None:

@@ -235,7 +235,7 @@ def write_model(
         model.config.pad_token_id = pad
     folder = Path(folder)
     as_adapter = not form.merge and bool(adapter_layers(model))
-    other_form = OF_ADAPTERS
+    other_form: tuple[str, ...] = OF_ADAPTERS
     if as_adapter:
         other_form = OF_WHOLE_MODELS
     try:
