@@ -177,7 +177,7 @@ class World:
         assert len(used) == len(set(used)), "segments do not overlap"
         assert max(used) < running.pool.capacity <= running.most_slots
         self.most_used = max(self.most_used, len(used))
-        numbers = running.prompts[rows.sequences]
+        numbers = running.sequences.prompts[rows.sequences]
         assert len(np.flatnonzero(np.diff(numbers))) + 1 == len(set(numbers)), (
             "rows of a prompt are together"
         )
