@@ -368,7 +368,7 @@ def find_checkpoint(
             raise
         logger().warning(f"starting from scratch, because of --overwrite_output_dir: {problem}")
         return None
-    if is_inside(checkpoint, output):  # if it is elsewhere, those in `output` are removed
+    if lies_in_output(checkpoint, output):  # if it is elsewhere, those in `output` are removed
         CheckpointFolder(output).set_aside_after(checkpoint)
     return checkpoint
 
@@ -404,7 +404,7 @@ def _checkpoint_by_name(resume: str) -> Path:
     return checkpoint
 
 
-def is_inside(checkpoint: Path, output: Path) -> bool:
+def lies_in_output(checkpoint: Path, output: Path) -> bool:
     """Whether a checkpoint lies in this output folder, so that the other outputs there belong to
     the same run."""
     return checkpoint.resolve().is_relative_to(output.resolve())

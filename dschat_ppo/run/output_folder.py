@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 from huggingface_hub import HfApi
 
-from dschat_ppo.checkpoint.identity import differences, format_diff, is_inside
+from dschat_ppo.checkpoint.identity import differences, format_diff, lies_in_output
 from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest, checkpoint_name, damage
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import (
@@ -188,7 +188,7 @@ def check_earlier_outputs(folder: Path, config: StepConfig) -> None:
     is_done = is_finished(folder)
     refusal = f"--output_dir {folder} holds earlier outputs ({outputs[0]})"
     ways_out = "name another folder or add --overwrite_output_dir"
-    if resume == NEVER or (resume != AUTO and not is_inside(Path(resume), folder)):
+    if resume == NEVER or (resume != AUTO and not lies_in_output(Path(resume), folder)):
         raise UserError(f"{refusal}; to resume there give --resume auto, else {ways_out}")
     if resume != AUTO or (checkpoints and (not is_done or config.safety.resume_force)):
         return

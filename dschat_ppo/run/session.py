@@ -16,7 +16,7 @@ from dschat_ppo.checkpoint.identity import (
     RunInputs,
     find_checkpoint,
     identify_run,
-    is_inside,
+    lies_in_output,
 )
 from dschat_ppo.checkpoint.manager import CheckpointManager, Resumable, restore
 from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest, checkpoint_name
@@ -175,7 +175,7 @@ def open_session(
                 f"note: --profile {profiled} has no effect: {checkpoint} is beyond that step"
             )
     resumed = None
-    if checkpoint is not None and is_inside(checkpoint, output):
+    if checkpoint is not None and lies_in_output(checkpoint, output):
         resumed = checkpoint
     dist.on_main(writing(output)(lambda: prepare_output_folder(output, config, resumed)))
     return Session(output, identity, config, checkpoint)
@@ -209,7 +209,7 @@ class Session:
                 f"resuming from {shown_path(self.checkpoint)}: {manifest.step} steps are done"
             )
             metrics_offset = 0
-            if is_inside(self.checkpoint, self.output):
+            if lies_in_output(self.checkpoint, self.output):
                 metrics_offset = manifest.metrics_offset
             first_step = manifest.step + 1
             resumed = (metrics_offset, first_step)
