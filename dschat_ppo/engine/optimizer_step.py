@@ -27,7 +27,8 @@ class Fault:
         kind: "loss", "gradient", or "norm" (each rank's gradients are finite, but their norm over
             all ranks is not).
         rank: the rank that computed it; for "norm" the rank of the largest gradient.
-        losses_or_gradients: [rank][micro_batch] is the loss, or the largest absolute gradient.
+        losses_or_gradients: of each rank, for each micro-batch, the loss, or the largest absolute
+            gradient.
     """
 
     kind: Literal["loss", "gradient", "norm"]
