@@ -21,6 +21,9 @@ from dschat_ppo.errors import UserError, attempt, printable_line, safe_text
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _LONGEST_TEXT = 500  # characters of an exception's text
+# Credentials are hidden in these characters before the text is cut, so that no half of one stays.
+# In a text of megabytes that would take longer than a call may.
+_READ_TEXT = 2**16
 
 
 def function_named(flag: str, name: str, built_in: Mapping[str, Function]) -> Function:
@@ -95,7 +98,7 @@ def cause_of(problem: BaseException, file: str | None) -> str:
     """Type and text of an exception and the innermost line of `file` in its traceback, as one
     line."""
     cause = type(problem).__name__
-    text = printable_line(safe_text(str(problem))[:_LONGEST_TEXT])
+    text = printable_line(safe_text(str(problem)[:_READ_TEXT])[:_LONGEST_TEXT])
     if text:
         cause += f": {text}"
     lines = [
