@@ -233,7 +233,7 @@ def read_transcript(cells: Cells, use: Use) -> PromptAndAnswers:
                 " they part"
             )
         return prompts[0] + _ASSISTANT, pair_of(answers)
-    conversations = [_turns_of(prompt) for prompt in prompts]
+    conversations = [_messages_of_transcript(prompt) for prompt in prompts]
     if has_parted:
         for turns, answer in zip(conversations, answers, strict=True):
             turns.append({"role": "assistant", "content": answer})
@@ -241,7 +241,7 @@ def read_transcript(cells: Cells, use: Use) -> PromptAndAnswers:
     return conversations[0], pair_of(answers)
 
 
-def _turns_of(transcript: str) -> Messages:
+def _messages_of_transcript(transcript: str) -> Messages:
     """The messages of a transcript; the text before its first turn is the system's."""
     # then the name and the text of each turn
     first, *names_and_texts = re.split(r"\n\n(Human|Assistant):", transcript)
