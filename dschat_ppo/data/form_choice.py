@@ -70,22 +70,27 @@ def detect_form(
     try:
         return detect(flags, function)
     except UnreadError as problem:
-        # ways out that have been tried: choices that are sure, or else flags that read the rows, or
-        # else other choices
-        trial = Trial(detect, columns, rows, flags)
-        choices = problem.choices
-        if use == "steps":
-            choices = ()
-        ways = list[str]()
-        if problem.is_sure or use not in ("sft", "prompt"):
-            ways = trial.choices(choices, use)
-        if not problem.is_sure and (problem.lost or use is not None):
-            uses: tuple[Use, ...] = ("sft", "prompt") if use is None else (use,)
-            for each_use in uses:
-                ways = ways or trial.ways(each_use, problem.lost)
-        ways = ways or trial.choices(choices, use) or [problem.way]
+        ways = _tried_ways(Trial(detect, columns, rows, flags), problem, use)
         where = f"{name}: " if problem.lost else ""
         raise UserError(f"{where}{problem.what}; {'; '.join(ways)}") from None
+
+
+def _tried_ways(trial: Trial, problem: UnreadError, use: Use | None) -> list[str]:
+    """The ways out of a problem that have been tried: its choices if they are sure, or else flags
+    that read the rows, or else its choices; if none of them reads the rows, its advice."""
+    choices = problem.choices
+    if use == "steps":
+        choices = ()
+    ways = list[str]()
+    if problem.is_sure or use not in ("sft", "prompt"):
+        ways = trial.choices(choices, use)
+    if not problem.is_sure and (problem.lost or use is not None):
+        uses: tuple[Use, ...] = ("sft", "prompt")
+        if use is not None:
+            uses = (use,)
+        for each_use in uses:
+            ways = ways or trial.ways(each_use, problem.lost)
+    return ways or trial.choices(choices, use) or [problem.way]
 
 
 def _detected(sample: DataSample) -> Form:
@@ -154,15 +159,13 @@ def _form_of(sample: DataSample, candidate: Candidate) -> Form:
         reader = replace(reader, columns=columns)
 
     input_template = flags.input_template
-    if kind.inside or candidate.is_chat:
-        input_template = None
     system_message = flags.system_message
-    if rendering == "text":
-        system_message = None
     unused_flags = list[str]()
-    if flags.input_template and input_template is None:
+    if input_template and (kind.inside or candidate.is_chat):
+        input_template = None
         unused_flags.append("--input_template")
-    if flags.system_message and system_message is None:
+    if system_message and rendering == "text":
+        system_message = None
         unused_flags.append("--system_message")
 
     file_sha = ""
