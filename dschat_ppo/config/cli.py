@@ -54,7 +54,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
     return settings
 
 
-def _words_of(path: str, parser: FlagParser) -> list[str]:
+def _file_words(path: str, parser: FlagParser) -> list[str]:
     """The settings of a YAML file as words of a command line; unknown ones without values, which
     may be secret."""
     words: list[str] = []
@@ -134,7 +134,7 @@ def _parse_with_file(parser: FlagParser, argv: Sequence[str]) -> dict[str, Any]:
     if not path:
         return dict(vars(of_command_line))
     try:
-        of_file = parser.parse_args(_named_file(_words_of(path, parser)))
+        of_file = parser.parse_args(_named_file(_file_words(path, parser)))
     except UserError as problem:
         message = str(problem)
         if "--config" not in message:

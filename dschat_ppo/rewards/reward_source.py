@@ -184,6 +184,20 @@ def _in_thread(call: Callable[[], Tensor]) -> Future[Tensor]:
     return future
 
 
+def _scores_of_sources(calls: Mapping[str, Callable[[], Tensor]]) -> dict[str, Tensor]:
+    """What each source scores, by its name. All are called, because they may be collective; if one
+    fails on some rank, every rank raises `RewardServiceError`. Collective."""
+    problem = None
+    results = dict[str, Tensor]()
+    for name, call in calls.items():
+        try:
+            results[name] = call()
+        except RewardServiceError as failure:
+            problem = problem or str(failure)
+    raise_on_any_rank(problem)
+    return results
+
+
 class RewardMixture:
     """`scores_i = sum_k w_k r_k(i)` over the sources k that score response i. `sources`: (source,
     weight). A source of weight 0 is called and reported, but never enters the sum. The second
@@ -250,14 +264,7 @@ class RewardMixture:
             return Scores(
                 torch.zeros(len(request), device=device), no_scores, left_group=left_group
             )
-        problem = None
-        results = dict[str, Tensor]()
-        for name, call in calls.items():
-            try:
-                results[name] = call()
-            except RewardServiceError as failure:
-                problem = problem or str(failure)
-        raise_on_any_rank(problem)
+        results = _scores_of_sources(calls)
         columns: list[Tensor] = []  # (B,) fp32 each; NaN where the source gives no score
         weighted: list[Tensor] = []  # (B,) fp32 each; 0 where the source gives no score
         scored = torch.zeros_like(left_group)  # by a source with a weight, if one has any

@@ -23,7 +23,7 @@ from dschat_ppo.episodes.turns import WAIT_SECONDS, ends_in_thought, read_action
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards.worker_pool import CallError
 from dschat_ppo.rollout.continuous_batching import never
-from dschat_ppo.tools.chat_model import ChatModel, CheckedModel, Token
+from dschat_ppo.tools.chat_model import ChatModel, CheckedModel, StreamedToken
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 
 
@@ -60,7 +60,7 @@ class EpisodeModel(ChatModel):
 
     def respond(
         self, messages: Messages, settings: SamplingSettings, response_index: int
-    ) -> Iterator[Token]:
+    ) -> Iterator[StreamedToken]:
         """As `ChatModel.respond`; calls and what came back are `aside` of tokens without text."""
         contents = tuple(message["content"] for message in messages)
         earlier_ids = None  # of a conversation that goes on
@@ -70,7 +70,7 @@ class EpisodeModel(ChatModel):
             seed = int(row_seeds(response_index, 1, settings.seed))
             ids, opening = self._begin(messages, seed)
             if opening and earlier_ids is None:
-                yield Token("", aside=f"[environment] {opening}")
+                yield StreamedToken("", aside=f"[environment] {opening}")
         # what the model drew is not encoded again; an environment that failed starts again
         if earlier_ids is not None:
             message_ids = self.message_tokens(Turn([messages[-1]]), earlier_ids[-1])
@@ -87,11 +87,11 @@ class EpisodeModel(ChatModel):
         reward = ""
         if episode.reward or not self.tools:
             reward = f"[reward] {episode.reward:g}"
-        yield Token("", episode.remark, aside=reward)
+        yield StreamedToken("", episode.remark, aside=reward)
 
     def _play(
         self, episode: ChatEpisode, settings: SamplingSettings, response_index: int
-    ) -> Iterator[Token]:
+    ) -> Iterator[StreamedToken]:
         """Let the model act and the environment answer until one of them, or a limit, ends the
         episode. Yields the tokens of the actions, and the answers as asides."""
         ids = episode.ids
@@ -112,7 +112,7 @@ class EpisodeModel(ChatModel):
             for call in action.get("tool_calls", ()):
                 function = call["function"]
                 arguments = json.dumps(function["arguments"])
-                yield Token("", aside=f"[call] {function['name']} {arguments}")
+                yield StreamedToken("", aside=f"[call] {function['name']} {arguments}")
             answer: Turn | CallError
             if refusal is None:
                 answer = self._ask("step", action)
@@ -127,7 +127,7 @@ class EpisodeModel(ChatModel):
                 observation = self.rollouts.observations(answer, ids[-1])
             if observation:
                 text = observed_text(self.tokenizer, observation)
-                yield Token("", aside=f"[environment] {text}")
+                yield StreamedToken("", aside=f"[environment] {text}")
             episode.left -= len(ids) - start + len(observation)
             if answer.done or not observation:
                 return

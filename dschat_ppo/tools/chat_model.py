@@ -78,7 +78,7 @@ def checked_models(
 
 
 @dataclass(frozen=True)
-class Token:
+class StreamedToken:
     """One token of a response: the text that it completes, perhaps "". The `note` of the last one
     says whether a limit cut the response. An `aside` is no part of the response."""
 
@@ -132,7 +132,7 @@ class ChatModel:
 
     def respond(
         self, messages: Messages, settings: SamplingSettings, response_index: int
-    ) -> Iterator[Token]:
+    ) -> Iterator[StreamedToken]:
         """Respond to a conversation, whose last message is the user's. To stop early, abandon the
         iterator. Responses of one seed with different indices are independent. A `UserError` comes
         before the first token."""
@@ -147,7 +147,7 @@ class ChatModel:
 
     def draw_tokens(
         self, ids: list[int], settings: SamplingSettings, max_tokens: int, *seed_path: int
-    ) -> Iterator[Token]:
+    ) -> Iterator[StreamedToken]:
         """Draw at most `max_tokens` after `ids`. The seed is that of the settings for `seed_path`,
         numbers that distinguish what a chat draws."""
         if not ids:
@@ -167,12 +167,12 @@ class ChatModel:
         drawn_ids = stream_tokens(self.model, ids, seed, settings.sampling, self.ends, max_tokens)
         for count, token_id in enumerate(drawn_ids, 1):
             if token_id in self.ends:  # a text end need not be a special token
-                yield Token(stream.rest(), "", token_id)
+                yield StreamedToken(stream.rest(), "", token_id)
             elif count == max_tokens:
                 text = stream.add(token_id) + stream.rest()
-                yield Token(text, f"cut after {count} tokens", token_id)
+                yield StreamedToken(text, f"cut after {count} tokens", token_id)
             else:
-                yield Token(stream.add(token_id), "", token_id)
+                yield StreamedToken(stream.add(token_id), "", token_id)
 
 
 def conversation(system: str, turns: Sequence[tuple[str, str]], message: str) -> Messages:

@@ -16,7 +16,7 @@ from dschat_ppo.episodes.rollouts import EpisodeRollouts
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.chat import main
 from dschat_ppo.tools.chat_episodes import EpisodeModel
-from dschat_ppo.tools.chat_model import Terminal, Token, checked_models
+from dschat_ppo.tools.chat_model import StreamedToken, Terminal, checked_models
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 
 
@@ -51,7 +51,7 @@ class Echo:
         for count, word in enumerate(words, 1):
             if self.stop_after == count - 1:
                 raise KeyboardInterrupt
-            yield Token(
+            yield StreamedToken(
                 word if count == 1 else f" {word}", self.note if count == len(words) else ""
             )
 
@@ -140,7 +140,7 @@ def test_an_interrupt_keeps_what_was_written_or_drops_the_message(chat):
 )
 def test_answers_cannot_steer_the_terminal(chat, text, shown):
     model = Echo()
-    model.respond = lambda *_: iter([Token(text, "")])
+    model.respond = lambda *_: iter([StreamedToken(text, "")])
     for interactive in (False, True):
         assert shown in chat(["x"], model, interactive=interactive)[0]
         assert "\x1b" not in chat(["x"], model, interactive=interactive)[0]
@@ -199,7 +199,7 @@ class Scripted(EpisodeModel):
             note = ""
             if count == max_tokens < len(drawn):
                 note = f"cut after {max_tokens} tokens"
-            yield Token(text, note, token_id)
+            yield StreamedToken(text, note, token_id)
 
 
 @pytest.fixture(scope="module")
