@@ -212,8 +212,10 @@ class DataFlags:
         None,
         "column that says which of two answers is better, which --chosen_column and"
         " --rejected_column then name in any order: by its place (0 or 1), the name or the end of"
-        " the name of its column or model, or a strength (below 0: the first one); or two columns"
-        " with a comma between them, with a number for each answer (the larger one is better)",
+        " the name of its column or model, true or false (of the answer that the name of the column"
+        " tells of, as is_chosen_better, or else of the first one), or a strength (below 0: the"
+        " first one); or two columns with a comma between them, with a number for each answer (the"
+        " larger one is better)",
         check=_check_better_column,
     )
     label_column: str | None = flag(

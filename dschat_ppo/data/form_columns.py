@@ -3,6 +3,7 @@ answer, those whose content would be lost, and what the log says of them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from dschat_ppo.data.advice import as_known_set
@@ -17,7 +18,13 @@ from dschat_ppo.data.examples import VARIABLES_COLUMN, Row, field_at, has_value
 from dschat_ppo.data.form_kinds import SETS
 from dschat_ppo.data.form_sample import DataSample, exists, quoted_names
 from dschat_ppo.data.forms import Rendering, RowReader, SideColumns
-from dschat_ppo.data.verdicts import MEANINGS, TURNING, VERDICT_ROLES, tells_of_a_side
+from dschat_ppo.data.verdicts import (
+    MEANINGS,
+    TURNING,
+    VERDICT_ROLES,
+    Answers,
+    lead_by_names,
+)
 
 # Columns that hold the correct answer beside a prompt, the likeliest first
 _TRUTHS = (
@@ -122,12 +129,10 @@ def watched_columns(
     for role in of_content:
         watched -= set(kind.roles[role].split())
     if {"chosen", "rejected"} <= set(of_content):  # which a verdict may turn around
-        answers = (of_content["chosen"], of_content["rejected"])
         watched |= TURNING.intersection(sample.columns)
-        for column in sample.columns:
-            values = [row[column] for row in sample.rows if row.get(column) is not None]
-            if tells_of_a_side(column, values, answers):
-                watched.add(column)
+    if {"chosen", "rejected"} <= set(reader.columns):
+        answers = (reader.columns["chosen"], reader.columns["rejected"])
+        watched |= set(_verdicts_by_names(sample, answers))
     watched -= reader.used_columns | side.used_columns | set(flags.ignore_columns)
     if flags.system_column is not None:
         watched -= set(SYSTEM_COLUMNS)
@@ -138,6 +143,14 @@ def watched_columns(
     if rendering == "text":  # which has no place for them
         watched |= {column for column in (side.system, side.tools) if column}
     return watched
+
+
+def _verdicts_by_names(sample: DataSample, answers: Answers) -> Iterator[str]:
+    """The columns that say which of two answers is better, by the names of the answers."""
+    for column in sample.columns:
+        leads = {lead_by_names(column, row.get(column), answers) for row in sample.rows}
+        if leads & {1, -1}:
+            yield column
 
 
 def description_of(

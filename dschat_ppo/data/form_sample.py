@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.advice import Advice, advice_for
 from dschat_ppo.data.examples import Row, has_value
-from dschat_ppo.data.verdicts import VERDICT_ROLES
+from dschat_ppo.data.verdicts import TWO_ANSWERS, VERDICT_ROLES
 from dschat_ppo.errors import UserError
 
 # Roles that flags name and forms have
@@ -65,6 +65,11 @@ def sample_of(
     if set(VERDICT_ROLES) & set(of_content):  # then the flags name two answers in any order
         in_any_order = {"chosen": "first", "rejected": "second"}
         of_content = {in_any_order.get(role, role): path for role, path in of_content.items()}
+        # answers that are named chosen and rejected need no flags, if there are no others
+        pairs = [pair for pair in TWO_ANSWERS if set(pair) <= set(columns_left)]
+        has_names = {"chosen", "rejected"} <= set(columns_left) and not pairs
+        if has_names and not {"first", "second"} & set(of_content):
+            of_content |= {"first": "chosen", "second": "rejected"}
     return DataSample(
         name,
         tuple(columns),

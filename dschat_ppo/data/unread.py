@@ -13,7 +13,7 @@ from dschat_ppo.data.advice import Advice, Choice, choices_in_words
 from dschat_ppo.data.content import NO_COPIES, all_in, is_content, is_of_rewards, lines_of
 from dschat_ppo.data.examples import Row, field_at, has_value
 from dschat_ppo.data.messages import from_json
-from dschat_ppo.data.verdicts import TURNING, TWO_ANSWERS, side_named
+from dschat_ppo.data.verdicts import TURNING, TWO_ANSWERS, lead_by_names, side_named
 from dschat_ppo.errors import UserError
 
 _OF_PAIRS = {column for pair in TWO_ANSWERS for column in pair}
@@ -67,16 +67,25 @@ class WatchedColumns:
         lost = dict[str, Any]()
         for row in rows:
             for column, value in self.lost_in(row).items():
-                if use != "prompt" or not is_of_rewards(column):
+                is_of_answers = is_of_rewards(column) or self._is_verdict(column, value)
+                if use != "prompt" or not is_of_answers:
                     lost.setdefault(column, value)
         if not lost:
             return
-        of_pairs = [column for column in lost if column in _OF_PAIRS or self._turns(column)]
+        of_pairs = list[str]()
+        for column, value in lost.items():
+            if column in _OF_PAIRS or self._is_verdict(column, value):
+                of_pairs.append(column)
         choices = list[Choice]()
         column = next(iter(lost))
         if of_pairs:  # other flags may train pairs upside down
             column = of_pairs[0]
             choices += self.advice.pairs
+        is_known = any(choice.flags.get("better_column") == column for choice in choices)
+        if not is_known and self._lead_said(column, lost[column]) is not None:
+            flags = {f"{role}_column": self.by_role[role] for role in ("chosen", "rejected")}
+            condition = f"if '{column}' says which answer is better"
+            choices.append(Choice(condition, {**flags, "better_column": column}))
         if choices and column not in _OF_PAIRS and "chosen" in self.by_role:
             condition = f"if '{self.by_role['chosen']}' is always the better answer"
             choices.append(Choice(condition, {"ignore_columns": " ".join(lost)}))
@@ -84,20 +93,30 @@ class WatchedColumns:
         way = f"--ignore_columns {' '.join(lost)} leaves out the column"
         further_columns = [repr(name) for name in lost if name != column]
         further = f" (nor {', '.join(further_columns)})" if further_columns else ""
+        what = f"holds content, {str(value)[:60]!r}, that the form {self.form_name} does not use"
+        if self._lead_said(column, value) == -1:
+            what = f"is {value!r}, by which '{self.by_role['rejected']}' is the better answer"
         raise UnreadError(
-            f"'{column}' holds content, {str(value)[:60]!r}, that the form {self.form_name} does"
-            f" not use{further}",
+            f"'{column}' {what}{further}",
             way,
             list(lost),
             is_sure=bool(choices),
             choices=choices,
         )
 
-    def _turns(self, column: str) -> bool:
-        """Whether a column may turn around the pairs of two others."""
+    def _lead_said(self, column: str, value: Any) -> int | None:
+        """1 if a value says that the chosen answer is better, by the names of the columns, -1 if it
+        says so of the rejected one, 0 if of none, and None if it says nothing of them."""
+        if not {"chosen", "rejected"} <= set(self.by_role):
+            return None
+        return lead_by_names(column, value, (self.by_role["chosen"], self.by_role["rejected"]))
+
+    def _is_verdict(self, column: str, value: Any) -> bool:
+        """Whether a column may turn around the pairs of two others, by its name or this value."""
         if column in TURNING or not {"chosen", "rejected"} <= set(self.by_role):
             return column in TURNING
-        return side_named(column, (self.by_role["chosen"], self.by_role["rejected"])) != 0
+        has_side = side_named(column, (self.by_role["chosen"], self.by_role["rejected"])) != 0
+        return has_side or self._lead_said(column, value) is not None
 
     def lost_in(self, row: Row) -> dict[str, Any]:
         """The columns whose content the form does not use, with it. It is no loss if its lines are
@@ -109,7 +128,8 @@ class WatchedColumns:
         for name in self.names:
             if (name in row or "." in name) and has_value(row, name):
                 value = from_json(field_at(row, name))
-                if is_content(name, value):
+                # a verdict that agrees with the names of the answers changes nothing
+                if is_content(name, value) and self._lead_said(name, value) != 1:
                     contents[name] = value
         if not contents:
             return {}
@@ -127,6 +147,6 @@ class WatchedColumns:
         for column, value in contents.items():
             lines = lines_of(value)
             is_copy = (bool(lines) and all_in(lines, used_lines)) or all_in(needed_lines, lines)
-            if column in NO_COPIES or self._turns(column) or not is_copy:
+            if column in NO_COPIES or self._is_verdict(column, value) or not is_copy:
                 lost[column] = value
         return lost

@@ -136,15 +136,16 @@ def side_named(column: str, answers: Answers) -> int:
         return 0
     words = re.sub(r"([a-z])([A-Z])", r"\1_\2", column).lower()
     words = re.split(r"_than_|(?<=_over)_|(?<=_beats)_", words)[0]  # and not the other answer
-    said = set(re.split(r"[\W_]+", words))
-    is_lost = not said.isdisjoint(_OF_A_LOSS)
-    if said.isdisjoint(_OF_A_WIN | _OF_A_LOSS):
+    said = re.split(r"[\W_]+", words)
+    # beside answers named chosen and rejected, these words tell of an answer, not of a win
+    judging = (_OF_A_WIN | _OF_A_LOSS) - set(ends_of(answers))
+    if judging.isdisjoint(said):
         return 0
-    side = [
-        word for word in re.split(r"[\W_]+", words) if word not in _OF_A_WIN | _OF_A_LOSS | _FILLING
-    ]
+    side = [word for word in said if word not in judging | _FILLING]
     lead = _lead_by_word("_".join(side), answers, {}) or 0
-    return -lead if is_lost else lead
+    if not (judging & _OF_A_LOSS).isdisjoint(said):
+        return -lead
+    return lead
 
 
 def scale_of(values: Sequence[Any], column: str, answers: Answers, is_named: bool) -> Scale:
@@ -283,6 +284,21 @@ def tells_of_a_side(column: str, values: Sequence[Any], answers: Answers) -> boo
     words = {str(value).strip().lower() for value in values}
     is_truth = bool(words) and all(word in _TRUTHS or _is_tie(word) for word in words)
     return is_truth and side_named(column, answers) != 0
+
+
+def lead_by_names(column: str, value: Any, answers: Answers) -> int | None:
+    """As `lead_of_first` where a value is the name of an answer's column (`winner: "chosen"`), or
+    true or false in a column whose name tells of an answer (`is_chosen_better`); None of others."""
+    word = str(value).strip().lower()
+    names = [answer.lower() for answer in answers]
+    if word in names:
+        return 1 if word == names[0] else -1
+    side = side_named(column, answers)
+    if side and word in _TRUTHS:
+        return side if _TRUTHS[word] else -side
+    if _is_tie(word) and (side or column in CLEAR_VERDICTS):
+        return 0
+    return None
 
 
 def may_be_verdicts(column: str, values: Sequence[Any]) -> bool:

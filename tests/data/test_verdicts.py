@@ -106,6 +106,19 @@ PAIRS = {
     ],
 }
 CHAT = {"apply_chat_template": True}
+# A column beside `chosen` and `rejected`, and its value where `chosen` is better and where it is
+# not
+BESIDE_NAMES = {
+    "is_chosen_better": (True, False),
+    "isChosenBetter": ("yes", "no"),
+    "chosen_wins": (1, 0),
+    "rejected_is_better": (False, True),
+    "is_rejected_worse": ("true", "false"),
+    "winner": ("chosen", "rejected"),
+    "preference": ("Chosen", "Rejected"),
+    "label": ("chosen", "rejected"),
+    "annotator": ("chosen", "rejected"),
+}
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -171,7 +184,7 @@ def test_a_flag_reads_a_verdict_of_two_values_whose_name_says_of_which_answer(
     pairs = read(rows, "preference", **CHAT, **flags_in(str(caught.value)))
     assert [list(pair.answers) for pair in pairs] == [[GOOD, BAD]] * 2
     flags = {"chosen_column": RAB[0], "rejected_column": RAB[1]}
-    with pytest.raises(UserError, match=f"'{name}' holds .*--better_column {name}"):
+    with pytest.raises(UserError, match=f"'{name}' (holds|is) .*--better_column {name}"):
         form_of(rows, **CHAT, **flags)  # and no pair is trained upside down
 
 
@@ -373,3 +386,37 @@ def test_an_input_beside_a_labelled_prompt_is_not_dropped():
     with pytest.raises(UserError, match="'input' holds content"):
         read([row], "unpaired", **CHAT)
     assert read([row], "unpaired", ignore_columns=["input"], **CHAT)[0].answers == [GOOD]
+
+
+@pytest.mark.parametrize("column", BESIDE_NAMES)
+def test_a_verdict_that_contradicts_the_names_of_the_answers_is_refused(column):
+    agrees, contradicts = BESIDE_NAMES[column]
+    agreeing = sides("chosen", "rejected", True, **{column: agrees})
+    turned = sides("chosen", "rejected", False, **{column: contradicts})
+    for use in ("sft", "preference"):
+        with pytest.raises(UserError) as caught:
+            form_of([agreeing, turned], use=use, **CHAT)
+    flags = f"--chosen_column chosen --rejected_column rejected --better_column {column};"
+    assert f"if '{column}' says which answer is better: {flags}" in str(caught.value)
+    for named in ({}, {"chosen_column": "chosen", "rejected_column": "rejected"}):
+        pairs = read([agreeing, turned], "preference", better_column=column, **named, **CHAT)
+        assert [list(pair.answers) for pair in pairs] == [[GOOD, BAD]] * 2
+    [prompt, _] = read([agreeing, turned], "prompt", **CHAT)  # which needs no verdict
+    assert prompt.prompt == [user(Q)]
+
+
+@pytest.mark.parametrize("column", BESIDE_NAMES)
+def test_a_verdict_that_agrees_with_the_names_of_the_answers_is_none(column):
+    agrees, contradicts = BESIDE_NAMES[column]
+    row = sides("chosen", "rejected", True, **{column: agrees})
+    form = form_of([row] * 2, use="preference", **CHAT)
+    assert list(form.read(row, "preference")[0].answers) == [GOOD, BAD]
+    with pytest.raises(UserError, match=f"'{column}' is .*, by which 'rejected' is the better"):
+        form.read({**row, column: contradicts}, "preference")  # a later row
+
+
+def test_a_tie_beside_the_names_of_the_answers_is_no_pair():
+    rows = [sides("chosen", "rejected", True, winner=word) for word in ("chosen", "tie")]
+    with pytest.raises(UserError, match="--better_column winner"):
+        form_of(rows, use="preference", **CHAT)
+    assert len(read(rows, "preference", better_column="winner", **CHAT)) == 1
