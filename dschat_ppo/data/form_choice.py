@@ -14,7 +14,7 @@ from dschat_ppo.config.data_flags import DataFlags, Use
 from dschat_ppo.config.schema import is_own_function
 from dschat_ppo.data.advice import Choice, as_known_set
 from dschat_ppo.data.content import is_of_rewards
-from dschat_ppo.data.examples import Example, Row, field_at, has_value
+from dschat_ppo.data.examples import Example, Row, field_at, has_value, json_value
 from dschat_ppo.data.form_columns import (
     description_of,
     side_columns,
@@ -151,6 +151,13 @@ def _form_of(sample: DataSample, candidate: Candidate) -> Form:
                 f"{name}: has the columns {quoted_columns}, which do not fit the form"
                 f" {kind.name}; {as_known_set(advice.sets)}"
             )
+        if _holds_no_transcript(sample, reader):
+            raise UnreadError(
+                f"{name}: has the columns {quoted_columns}, of which '{reader.columns['messages']}'"
+                " is text without turns that start with '\\n\\nHuman:' and '\\n\\nAssistant:'",
+                advice.for_any,
+                choices=advice.all_choices,
+            )
         way = "--prompt_column, ... name other columns"
         warning = f"most of the first rows do not fit the form {kind.name}; {way}"
     side = side_columns(sample, reader, rendering)
@@ -188,6 +195,15 @@ def _form_of(sample: DataSample, candidate: Candidate) -> Form:
         advice=advice,
         is_unscored=kind.name == "ranked" and not candidate.fits and bool(advice.pairs),
     )
+
+
+def _holds_no_transcript(sample: DataSample, reader: RowReader) -> bool:
+    """Whether a column is taken for a conversation by its name alone, but holds other texts."""
+    column = reader.columns.get("messages")
+    if sample.of_content or sample.flags.data_format != "auto" or column is None:
+        return False
+    values = [json_value(row.get(column)) for row in sample.rows]
+    return all(isinstance(value, str) and "\n\nAssistant:" not in value for value in values)
 
 
 def _first_rows_made(name: str, rows: list[Row], function: str) -> list[Row]:

@@ -159,7 +159,13 @@ _DETECTED = (
         {
             "prompt": "prompt question problem",
             "response": "completions steps",
-            "label": "labels label",
+            "label": " ".join(
+                (
+                    "labels label",
+                    *(f"steps.0.{key}" for key in step_readers.LABELS_IN_STEPS),
+                    *(f"completions.0.{key}" for key in step_readers.LABELS_IN_STEPS),
+                )
+            ),
         },
         (("steps prompt", "prompt response label"),),
         step_readers.read_stepwise,

@@ -27,6 +27,7 @@ from dschat_ppo.data.messages import (
     looks_like_messages,
     turns_in,
 )
+from dschat_ppo.data.step_readers import STEP_TEXTS
 from dschat_ppo.data.unread import UnreadError
 from dschat_ppo.errors import UserError
 
@@ -35,10 +36,12 @@ MOST_WAYS = 3
 # some of them hold a prompt only if that has several words
 _PROMPTS = (
     "prompt question problem query instruction input inputs user human source text context task"
+    " dialogue article document"
 ).split()
 _WITH_WORDS = ("source", "text", "context", "task")
 _ANSWERS = (
     "response completion output outputs answer answers solution target targets assistant gpt"
+    " summary highlights"
 ).split()
 _DIALOGUES = ("data", "dialogue", "dialog", "chat", "turns", "conversation", "conversations")
 _ROUNDS = 4  # of columns that are ignored, until the rest is read
@@ -113,15 +116,18 @@ class Trial:
             if len(readings) + len(ways) == MOST_WAYS:
                 break
         complete = [reading for reading in readings.values() if not reading.dropped]
-        of_questions = [column for column in lost if column in OF_QUESTIONS]
+        of_questions = [column for column in lost or columns if column in OF_QUESTIONS]
         if of_questions and not complete:
+            where = "(docs/extending.md)"
+            if of_questions[0] in ("choices", "options"):
+                where = "and the right one into the response, as choices.py in docs/extending.md"
             ways.append(
                 f"--data_format FILE.py:FUNCTION can put '{of_questions[0]}' into the prompt"
-                " (docs/extending.md)"
+                f" {where}"
             )
         for reading in sorted(readings.values(), key=lambda one: bool(one.dropped)):
             # what a question is about may be left out, but not the question
-            if of_questions and not set(reading.dropped) <= set(lost):
+            if of_questions and not set(reading.dropped) <= set(lost or of_questions):
                 continue
             ways.append(_reading_in_words(reading))
         return ways
@@ -367,6 +373,7 @@ def _with_steps(columns: list[str], rows: list[Row]) -> Iterator[dict[str, Any]]
     their prompt where forms do not know them by their names."""
     labels = list[str]()
     steps = list[str]()
+    prompts = list(_named(columns, rows, _PROMPTS))
     for column in columns:
         values = [json_value(row[column]) for row in rows if row.get(column) is not None]
         is_list = bool(values) and all(isinstance(value, list) for value in values)
@@ -376,8 +383,22 @@ def _with_steps(columns: list[str], rows: list[Row]) -> Iterator[dict[str, Any]]
             labels.append(column)
         elif is_list and all(isinstance(one, str) for value in values for one in value):
             steps.append(column)
+        elif is_list and all(isinstance(one, dict) for value in values for one in value):
+            yield from _with_labels_in(column, values, prompts)
     yield from ({"label_column": label} for label in labels)
     for step, label in product(steps, labels):
         yield {"response_column": step, "label_column": label}
-        for prompt in _named(columns, rows, _PROMPTS):
+        for prompt in prompts:
             yield {"prompt_column": prompt, "response_column": step, "label_column": label}
+
+
+def _with_labels_in(
+    column: str, values: list[list[dict[str, Any]]], prompts: list[str]
+) -> Iterator[dict[str, Any]]:
+    """Flags for steps that are objects, with each key that may hold their labels."""
+    keys = dict.fromkeys(key for value in values for step in value for key in step)
+    for key in keys:
+        flags = {"response_column": column, "label_column": f"{column}.0.{key}"}
+        if key not in STEP_TEXTS:
+            yield flags
+            yield from ({"prompt_column": prompt, **flags} for prompt in prompts)

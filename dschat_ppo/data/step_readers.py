@@ -18,6 +18,9 @@ from dschat_ppo.data.verdicts import number_in
 from dschat_ppo.errors import UserError
 
 _RATINGS = {1: 1.0, 0: 1.0, -1: 0.0, None: math.nan}  # of PRM800K: good, neutral, bad, not rated
+# Keys of a step that is an object: its text, and its label
+STEP_TEXTS = ("text", "step", "content")
+LABELS_IN_STEPS = ("label", "rating", "correct", "is_correct", "score")
 # Words of the name of a column of the first wrong step, which is null where no step is wrong
 _OF_ERRORS = re.compile(r"error|wrong|mistake|incorrect", re.IGNORECASE)
 _SHEPHERD_TAG = "ки"  # ends a step in Math-Shepherd
@@ -27,13 +30,17 @@ _SHEPHERD_SIGNS = {"+": 1.0, "-": 0.0}
 def read_stepwise(cells: Cells, use: Use) -> PromptAndAnswers:
     """A prompt, the steps of one answer, and a label for each (TRL's stepwise supervision), or the
     number of the first wrong step, from 0, and -1 if all are right (ProcessBench), or null if the
-    name of the column speaks of errors. Steps after the first wrong one have no label."""
+    name of the column speaks of errors. Steps after the first wrong one have no label. A label that
+    stands in each step (`steps.0.label`) is read with its text."""
     prompt = cells.prompt()
     if use == "prompt":
         return prompt, []
     name = cells.called("response")
     column = cells.called("label")
     steps = cells.listed("response", "a list with an entry for each step")
+    if cells.columns["label"].startswith(f"{cells.columns['response']}.0."):
+        key = cells.columns["label"].rpartition(".")[2]
+        return prompt, [_answer_of_objects(steps, key, name)]
     for step_number, step in enumerate(steps, start=1):
         checked(step, str, f"step {step_number} of {name}", "text")
     label = field_at(cells.row, cells.columns["label"])
@@ -59,6 +66,22 @@ def read_stepwise(cells: Cells, use: Use) -> PromptAndAnswers:
     if len(steps) != len(values):
         raise UserError(f"{name} has {len(steps)} steps, but {column} {len(values)}")
     return prompt, [JudgedAnswer(steps, _step_labels(values, column))]
+
+
+def _answer_of_objects(steps: list[Any], key: str, name: str) -> JudgedAnswer:
+    """The answer of steps that are objects with a text, and a label under this key. `rating` is one
+    of PRM800K if all are -1, 0, 1 or null."""
+    texts = list[str]()
+    values = list[Any]()
+    for step_number, step in enumerate(steps, start=1):
+        where = f"step {step_number} of {name}"
+        checked(step, dict, where, f"an object with '{key}' and a text")
+        text = next((step[text_key] for text_key in STEP_TEXTS if text_key in step), None)
+        texts.append(checked(text, str, f"the text of {where}", f"one in {', '.join(STEP_TEXTS)}"))
+        values.append(step.get(key))
+    if key == "rating" and all(value in (-1, 0, 1, None) for value in values):
+        return JudgedAnswer(texts, tuple(_RATINGS[value] for value in values))
+    return JudgedAnswer(texts, _step_labels(values, f"'{key}' in {name}"))
 
 
 def _step_labels(values: list[Any], column: str) -> tuple[float, ...]:

@@ -16,6 +16,7 @@ PASSAGE = "The lamp is in the hall. It is red."
 SQUAD = {"answers": {"text": [GOOD], "answer_start": [12]}}
 CALLS = json.dumps([{"name": "find", "arguments": {"thing": "lamp"}}])
 TOOLS = json.dumps([{"name": "find", "description": "Finds.", "parameters": {}}])
+TALK = {"dialogue": "Ann: Where is it?\r\nBo: There!", "summary": "It is there."}
 STEPS = {"problem": Q, "steps": ["a", "b"]}
 OTHER_STEPS = {"question": Q, "solution_steps": ["a", "b"]}
 SAMPLES = [{"text": BAD}, {"text": GOOD}]
@@ -122,6 +123,18 @@ CASES = {
         [{"id": "1", "article": PASSAGE, "highlights": "It is there."}],
         "sft",
         [[(PASSAGE, ["It is there."])]],
+    ),
+    "SAMSum": ([{"id": "1", **TALK}], "sft", [[(TALK["dialogue"], ["It is there."])]]),
+    "SAMSum, prompts": ([{"id": "1", **TALK}], "prompt", [[(TALK["dialogue"], [])]]),
+    "DialogSum": (
+        [{"id": "1", **TALK, "topic": "a lost lamp"}],
+        "sft",
+        [[(TALK["dialogue"], ["It is there."])]],
+    ),
+    "steps that are objects with another key": (
+        [{"task": POST, "thoughts": [{"text": "a", "valid": 1}, {"text": "b", "valid": 0}]}],
+        "steps",
+        [[(POST, ["a", "b"])]],
     ),
     "prompts beside pairs": (
         [{"question": Q, "response_j": GOOD, "response_k": BAD}],

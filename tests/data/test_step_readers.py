@@ -1,5 +1,6 @@
 """Labels of steps in the ways that data sets write them."""
 
+import json
 import math
 
 import pytest
@@ -34,6 +35,43 @@ def labels_of(label: object, **flags) -> list:
 )
 def test_a_label_for_each_step_or_the_first_wrong_one(label, expected):
     assert labels_of(label) == expected
+
+
+@pytest.mark.parametrize("steps", ["steps", "completions"])
+@pytest.mark.parametrize(
+    ("text", "key", "values", "expected"),
+    [
+        ("text", "label", [1, 0, None], (1, 0, None)),
+        ("step", "correct", [True, False, True], (1, 0, 1)),
+        ("content", "label", ["+", "-", "+"], (1, 0, 1)),
+        ("text", "label", [0.25, 1, 0], (0.25, 1, 0)),
+    ],
+)
+def test_steps_that_are_objects_hold_their_labels(steps, text, key, values, expected):
+    objects = [{text: word, key: value} for word, value in zip("abc", values, strict=True)]
+    for column in (objects, json.dumps(objects)):
+        [example] = read([{"problem": "Q:", steps: column}], "steps")
+        assert (example.prompt, example.answers) == ("Q:", ["a", "b", "c"])
+        labels = [None if math.isnan(one) else one for one in example.labels]
+        assert labels == list(expected)
+
+
+def test_ratings_of_steps_are_those_of_prm800k():
+    steps = [{"text": "a", "rating": rating} for rating in (1, 0, -1, None)]
+    [example] = read([{"problem": "Q:", "steps": steps}], "steps")
+    assert example.labels[:3] == (1.0, 1.0, 0.0) and math.isnan(example.labels[3])
+
+
+def test_a_step_that_is_an_object_has_a_text_and_a_label():
+    rows = [{"problem": "Q:", "steps": [{"text": "a", "label": 1}]}]
+    form = form_of(rows)
+    for step, words in [
+        ("b", r"step 2 of 'steps' is str \('b'\); expected an object with 'label' and a text"),
+        ({"label": 1}, "the text of step 2 of 'steps' is null; expected one in text, step"),
+        ({"text": "b", "label": 5}, r"'label' in 'steps' is \[1, 5\]; expected true, false"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            form.read({"problem": "Q:", "steps": [*rows[0]["steps"], step]}, "steps")
 
 
 def test_a_flag_names_the_column_of_the_first_wrong_step():

@@ -46,7 +46,7 @@ TICKET = {
 @pytest.fixture(autouse=True)
 def files(tmp_path, monkeypatch):
     """The files of the page, in the current folder."""
-    assert len(FILES) == 7
+    assert len(FILES) == 8
     for name, text in FILES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -104,6 +104,18 @@ def test_the_loss_has_the_gradient_of_its_formula():
     expected = ratio * (-torch.tensor([2.0, -1.0, 0.5]) + (ratio - 1) / 0.5)
     torch.testing.assert_close(logprobs.grad[mask], expected)
     assert logprobs.grad[1, 1] == 0
+
+
+def test_choices_stand_in_the_prompt_as_the_message_about_them_says():
+    choices = {"label": ["A", "B"], "text": ["in the hall", "on the roof"]}
+    row = {"id": "1", "question": "Where is it?", "choices": choices, "answerKey": "B"}
+    with pytest.raises(UserError, match="; --data_format FILE.py:FUNCTION .* as choices.py in"):
+        detect_form("arc", list(row), [row], True, DataFlags(["arc"]), use="sft")
+    flags = DataFlags(["arc"], data_format="choices.py:read")
+    [example] = detect_form("arc", list(row), [row], True, flags, use="sft").read(row, "sft")
+    asked = "Where is it?\nA. in the hall\nB. on the roof"
+    assert example.prompt == [{"role": "user", "content": asked}]
+    assert (example.answers, example.truth) == (["B"], "B")
 
 
 @pytest.mark.parametrize("has_template", [False, True])
