@@ -65,7 +65,8 @@ def size_of(text: str) -> int:
 
 
 def read_planner_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The flags of the planner, and the other words, which are flags of the step."""
+    """The flags of the planner, and the other words, which are flags of the step. Sizes are bytes;
+    `device_memory` 0: the run is on a CPU. `UserError` if the ranks do not fill machines."""
     parser = flag_parser([], prog="python -m dschat_ppo.tools.plan", description=__doc__)
     parser.usage = (
         f"{parser.prog} --actor M --critic R [--devices N] [--device_memory SIZE] [flags of step 3]"
@@ -100,8 +101,10 @@ def read_planner_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[st
         model = getattr(args, name)
         if model is not None:
             step_words += [f"--{flag}", model]
-    args.devices_per_node = args.devices_per_node or args.devices
-    args.host_memory = args.host_memory or host_memory()
+    if args.devices_per_node is None:
+        args.devices_per_node = args.devices
+    if args.host_memory is None:
+        args.host_memory = host_memory()
     if args.devices < 1 or args.devices_per_node < 1 or args.devices % args.devices_per_node:
         raise UserError(
             f"--devices {args.devices} --devices_per_node {args.devices_per_node}: both must be"

@@ -90,6 +90,7 @@ WRONG = [
     ("plan", f"{ROLES} --no_such 1", "unknown flag"),
     ("plan", f"{ROLES} --devices 4 --devices_per_node 3", "the second must divide the first"),
     ("plan", "--devices 0", "both must be above 0"),
+    ("plan", f"{ROLES} --devices_per_node 0", "--devices_per_node 0: both must be above 0"),
     ("plan", "--device_memory 0GiB", "is not a size such as"),
     ("plan", "--step 1 --model {lm} --lora_dim 4", "LoRA needs the package peft: pip install -e"),
     ("report", "./none", "none: there is no such folder"),
