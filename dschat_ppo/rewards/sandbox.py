@@ -102,9 +102,14 @@ def code_of(response: str) -> str:
 
 @cache
 def isolation() -> Isolation:
-    """The best isolation that works on this machine, found by trying."""
+    """The best isolation in which Python starts on this machine, found by trying.
+
+    The order is bubblewrap with a /proc of its own, bubblewrap without, resource limits alone. If
+    this run is root and other users can run its Python, each is first tried with another user
+    number for programs. `RuntimeError` if Python does not start in any, with the last reason.
+    """
     candidates = []
-    faults = []  # why bubblewrap is not used
+    faults = []  # why the choices before did not work; the first one is why there is no bubblewrap
     if shutil.which("bwrap"):
         candidates.append(Isolation(bwrap=True, has_proc=True, leaves_root=False))
         candidates.append(Isolation(bwrap=True, has_proc=False, leaves_root=False))
@@ -119,7 +124,10 @@ def isolation() -> Isolation:
         for choice in choices:
             reason = _start_problem(choice)
             if reason is not None:
-                faults.append(f"bubblewrap does not work here ({reason})")
+                fault = "Python does not start without bubblewrap"
+                if choice.bwrap:
+                    fault = "bubblewrap does not work here"
+                faults.append(f"{fault} ({reason})")
             elif choice.bwrap:
                 return choice
             else:

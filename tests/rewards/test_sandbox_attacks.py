@@ -476,3 +476,15 @@ def test_bubblewrap_that_does_not_work_is_quoted(isolation_with, tmp_path):
         (tmp_path / "bwrap").chmod(0o755)
         found = isolation_with(tmp_path)
         assert not found.bwrap and f"bubblewrap does not work here (bwrap: {said}" in found.missing
+
+
+def test_a_python_that_does_not_start_is_not_the_fault_of_bubblewrap(
+    isolation_with, tmp_path, monkeypatch
+):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'no such library' >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sandbox.sys, "executable", str(python))
+    message = r"^Python does not start without bubblewrap \(no such library\)$"
+    with pytest.raises(RuntimeError, match=message):
+        isolation_with("/nowhere")
