@@ -324,7 +324,7 @@ def _candidate(sample: DataSample, kind: Kind, located: dict[str, str]) -> Candi
     rows = sample.rows
     scale = _scale(sample.name, located, rows, sample.of_content)
     reader = RowReader(kind, located, sample.flags.roles, scale)
-    as_chat = kind.rendering in ("chat", "content")
+    as_chat = kind.rendering in ("chat", "chat if possible")
     read = dict[Use, list[list[Example]]]()
     has_messages = False
     fits = False

@@ -27,8 +27,8 @@ class Kind:
     read: Callable[[Cells, Use], PromptAndAnswers]
     # column flags may name columns of all its roles; `--data_format` allows it of any form
     by_flag: bool = False
-    # "as given" (text prompts stay text, messages are chat), "chat", "text", or "content" (chat if
-    # there is a template)
+    # "as given" (text prompts stay text, messages are chat), "chat", "text", or "chat if possible"
+    # (if there is a template)
     rendering: str = "as given"
     # the prompt is part of a longer text, so that `--input_template` does not apply
     inside: bool = False
@@ -127,7 +127,7 @@ _DETECTED = (
             *_of_two("prompt first second"),
         ),
         readers.read_alpaca,
-        rendering="content",
+        rendering="chat if possible",
     ),
     Kind(
         "preference",
@@ -182,7 +182,7 @@ _DETECTED = (
         {"prompt": "input", "label": "label", "task": "task"},
         (("steps prompt", "prompt label task"),),
         step_readers.read_math_shepherd,
-        rendering="content",
+        rendering="chat if possible",
     ),
     Kind(
         "sharegpt",
@@ -226,21 +226,21 @@ _DETECTED = (
         {"prompt": "question problem", "response": "answer response"},
         (("sft prompt", "prompt response"),),
         readers.read_columns,
-        rendering="content",
+        rendering="chat if possible",
     ),
     Kind(
         "problem_solution",
         {"prompt": "question problem", "response": "solution", "truth": "answer"},
         (("sft prompt", "prompt response"),),
         readers.read_columns,
-        rendering="content",
+        rendering="chat if possible",
     ),
     Kind(
         "user_assistant",
         {"prompt": "user human", "response": "assistant gpt bot model"},
         (("sft prompt", "prompt response"),),
         readers.read_columns,
-        rendering="content",
+        rendering="chat if possible",
     ),
     Kind(
         "prompt_response",

@@ -37,13 +37,14 @@ def rendering_of(
         raise UserError(
             f"{name}: the form {kind.name} is text, so --apply_chat_template True does not apply"
         )
-    asks_questions = kind.rendering == "content" or (
+    # they are what a user says, not text to continue
+    prompts_are_questions = kind.rendering == "chat if possible" or (
         kind.name in ("preference", "better_of_two", "prompt_response", "ranked", "kto")
         and chosen.reader.columns.get("prompt") in _QUESTIONS
         and flags.prompt_column is None
     )
     is_chat_by_default = (
-        asks_questions
+        prompts_are_questions
         and has_template
         and flags.apply_chat_template is None
         and flags.input_template is None
@@ -66,23 +67,26 @@ def rendering_of(
             f"{name}: --system_message precedes chat messages, but the prompts are text; {way}"
         )
     about = "prompts are text, without the chat template"
-    is_asked = flags.input_template is not None or flags.apply_chat_template is False
-    glued = _glued(chosen)
-    if kind.inside or is_asked or not glued:
+    wants_text = flags.input_template is not None or flags.apply_chat_template is False
+    glued_text = _glued_text(chosen)
+    # inside a longer text, the data set itself says what stands between prompt and answer
+    if kind.inside or wants_text or not glued_text:
         return "text", about, ""
     ways = "--input_template puts text around a prompt"
     if has_template:
         ways = f"--apply_chat_template True makes user messages of the prompts, {ways}"
     if advice.spaced_sets:
         ways += f"; {as_known_set(advice.spaced_sets)}"
-    warning = f"nothing separates prompt and answer: {glued}; the text is used as it is; {ways}"
+    warning = (
+        f"nothing separates prompt and answer: {glued_text}; the text is used as it is; {ways}"
+    )
     return "text", about, warning
 
 
-def _glued(chosen: Candidate) -> str:
-    """The end of a text prompt and the start of its answer, if in more than half of the first rows
-    a word or sentence ends the prompt and a word starts the answer, without a space between
-    them."""
+def _glued_text(chosen: Candidate) -> str:
+    """An example of the end of a text prompt and the start of its answer without a space between
+    them. "" unless in more than half of the first rows with answers a word or sentence ends the
+    prompt and a word starts the answer, with nothing in between."""
     with_answers = 0
     glued = list[str]()
     for examples in chosen.read.get("sft") or chosen.read.get("steps") or []:

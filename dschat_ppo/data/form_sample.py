@@ -41,8 +41,21 @@ def sample_of(
     is_only: bool,
     function: str | None = None,
 ) -> DataSample:
-    """What is known of a data set. `UserError` if a flag names no column and there is no other data
-    set."""
+    """What is known of a data set from its columns and first rows.
+
+    Args:
+        name: of the data set, in messages.
+        columns: all of them; `flags` may leave out some.
+        rows: the first ones.
+        has_template: whether the model's tokenizer has a chat template.
+        flags: say how rows are read.
+        is_only: whether the flags are for no other data set.
+        function: the `FILE.py:FUNCTION` that made the rows; None: they are as in the file.
+
+    Raises:
+        UserError: a flag names a column that does not exist, and this is the only data set. Beside
+            other data sets, such flags are in `missing`.
+    """
     columns_left = [column for column in columns if column not in flags.ignore_columns]
     rows_left = list[Row]()
     for row in rows:
@@ -62,7 +75,9 @@ def sample_of(
             f"{', '.join(missing)}: {name} has no such column; it has {quoted_names(columns_left)}"
         )
     of_content = {role: column for role, column in by_flag.items() if role in _ROLES}
-    if set(VERDICT_ROLES) & set(of_content):  # then the flags name two answers in any order
+    # A verdict says which answer is better, so --chosen_column and --rejected_column only name the
+    # first and the second one.
+    if set(VERDICT_ROLES) & set(of_content):
         in_any_order = {"chosen": "first", "rejected": "second"}
         of_content = {in_any_order.get(role, role): path for role, path in of_content.items()}
         # answers that are named chosen and rejected need no flags, if there are no others
@@ -71,17 +86,17 @@ def sample_of(
         if has_names and not {"first", "second"} & set(of_content):
             of_content |= {"first": "chosen", "second": "rejected"}
     return DataSample(
-        name,
-        tuple(columns),
-        columns_left,
-        rows_left,
-        has_template,
-        flags,
-        by_flag,
-        of_content,
-        missing,
-        function,
-        advice_for(columns_left, rows_left),
+        name=name,
+        names=tuple(columns),
+        columns=columns_left,
+        rows=rows_left,
+        has_template=has_template,
+        flags=flags,
+        by_flag=by_flag,
+        of_content=of_content,
+        missing=missing,
+        function=function,
+        advice=advice_for(columns_left, rows_left),
     )
 
 

@@ -133,15 +133,24 @@ class Trial:
         return ways
 
     def _prompts_beside(self, choice: Choice) -> Iterator[dict[str, str]]:
-        """Flags for the prompt beside those of a choice: none where a form knows the prompt or the
-        answers hold it, or else the columns that may be one, the likeliest first."""
-        first = next(iter(choice.flags.values()))
-        answers = [json_value(field_at(row, first)) for row in self.rows if has_value(row, first)]
-        named = {column.lower() for column in self.columns}
-        if self.flags.prompt_column or any(map(looks_like_messages, answers)):
+        """Flags for the prompt beside those of a choice, one attempt after another.
+
+        If a flag names the prompt already, or the answers are chat messages, which hold it: no
+        further flag is the only attempt. Else the attempts are the columns most of whose texts have
+        several words: first those with names of prompts, then those with the longest texts. No
+        further flag is tried before them if a form knows the prompt by the name of a column, and
+        after them if none does.
+        """
+        first_path = next(iter(choice.flags.values()))
+        first_values = [
+            json_value(field_at(row, first_path)) for row in self.rows if has_value(row, first_path)
+        ]
+        column_names = {column.lower() for column in self.columns}
+        has_known_prompt = bool(column_names & _OF_FORMS)
+        if self.flags.prompt_column or any(map(looks_like_messages, first_values)):
             yield {}
             return
-        if named & _OF_FORMS:
+        if has_known_prompt:
             yield {}
         taken = {path.split(".")[0] for paths in choice.flags.values() for path in paths.split(",")}
         lengths = dict[str, int]()
@@ -157,7 +166,7 @@ class Trial:
             lengths, key=lambda one: (ranks.get(one.lower(), len(ranks)), -lengths[one])
         ):
             yield {"prompt_column": path}
-        if not named & _OF_FORMS:
+        if not has_known_prompt:
             yield {}
 
     def _read_with(self, change: dict[str, Any], use: Use) -> Reading | None:

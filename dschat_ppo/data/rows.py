@@ -49,23 +49,32 @@ class RawRows:
 
 
 def read_splits(opened: OpenSet, groups: Sequence[Group], cache_dir: str | None) -> RawRows:
-    """The rows of groups of splits, one group after another; those of a group in the order of its
-    shards. `cache_dir` is the folder of the cache, None that of `datasets`."""
+    """The rows of groups of splits, one group after another.
+
+    Args:
+        opened: the data set that has the splits.
+        groups: each gives the rows of its splits in the order of the shards, or the slice of these
+            rows that it asks for.
+        cache_dir: folder of the cache; None: that of `datasets`.
+
+    Raises:
+        UserError: a slice cannot be read, or has no rows.
+    """
     tables = list[Dataset]()
     columns = dict[str, None]()
-    for names, cut in groups:
+    for names, slice_spec in groups:
         shard_tables = list[Dataset]()
         for shard in opened.shards(names):
             rows = _stored(shard, cache_dir)
             shard_tables.append(rows.table)
             columns |= dict.fromkeys(rows.columns)
         table = datasets.concatenate_datasets(shard_tables)
-        if cut:
-            with reading(f"{opened.what}: the split '{cut}'"):
-                instruction = datasets.ReadInstruction.from_spec(cut)
+        if slice_spec:  # such as "train[:10%]"; its group is this one split
+            with reading(f"{opened.what}: the split '{slice_spec}'"):
+                instruction = datasets.ReadInstruction.from_spec(slice_spec)
                 [row_range] = instruction.to_absolute({names[0]: len(table)})
             if row_range.from_ >= row_range.to:
-                raise UserError(f"{opened.what}: the split '{cut}' has no rows")
+                raise UserError(f"{opened.what}: the split '{slice_spec}' has no rows")
             table = table.select(range(row_range.from_, row_range.to))
         tables.append(table)
     return RawRows(datasets.concatenate_datasets(tables), tuple(columns))
