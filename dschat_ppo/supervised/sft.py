@@ -122,14 +122,10 @@ def sft_teacher(config: SFTConfig, run: SupervisedRun) -> SFTTeacher | None:
 def train_sft(config: SFTConfig) -> dict[str, Any]:
     """Run step 1; returns the contents of `result.json`."""
     fit = config.fit
-    flags = config.run
+    run_flags = config.run
     run = begin_supervised_run(config, "SFT", "step 1: supervised fine-tuning")
-    resize = flags.resize_vocabulary
-    model = PolicyModel(
-        load_causal_lm(
-            run.folder, flags.dtype, run.ds_config, ModelChanges(fit.dropout, resize, run.adapter)
-        )
-    )
+    changes = ModelChanges(fit.dropout, run_flags.resize_vocabulary, run.adapter)
+    model = PolicyModel(load_causal_lm(run.model_folder, run_flags.dtype, run.ds_config, changes))
     apply_memory_flags(model, config.memory, fit.gradient_checkpointing)
     teacher = sft_teacher(config, run)
     objective = sft_objective(
@@ -140,5 +136,5 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     if teacher is not None:
         teacher_engine = teacher.engine
         require_whole_distributions([trainer.engine])
-    chat = tool_command("chat", ["--model", str(run.output)])
-    return train_and_save(trainer, run, chat, teacher_engine)
+    next_command = tool_command("chat", ["--model", str(run.output)])
+    return train_and_save(trainer, run, next_command, teacher_engine)

@@ -63,12 +63,11 @@ _SMALL_MODEL = 1e8  # parameters; smaller models take higher learning rates
 
 @dataclass(frozen=True)
 class SupervisedRun:
-    """A run of step 1 or 2 before its model is loaded from `folder`. `name`: in lines about its
-    progress."""
+    """A run of step 1 or 2 before its model is loaded."""
 
-    name: str
+    name: str  # in lines about its progress
     device: torch.device
-    folder: str
+    model_folder: str  # from which the model is loaded
     teacher: str | None  # its folder
     tokenizer: PreTrainedTokenizerBase
     rows: TokenRows
@@ -126,7 +125,7 @@ def begin_supervised_run(config: FitConfig, name: str, title: str) -> Supervised
     return SupervisedRun(
         name=name,
         device=device,
-        folder=folder,
+        model_folder=folder,
         teacher=teacher,
         tokenizer=tokenizer,
         rows=rows,
@@ -216,7 +215,7 @@ def train_and_save(
     if session is None:
         announce("evaluate")
         return write_validation(output, trainer.evaluate(), time.perf_counter() - started)
-    roles = {"model": (trainer.engine, run.folder), "teacher": (teacher, run.teacher)}
+    roles = {"model": (trainer.engine, run.model_folder), "teacher": (teacher, run.teacher)}
     show_models(roles, config.run.dtype, output)
     show_supervised_batches(run.name, trainer.plan, config)
     announce("train")

@@ -101,13 +101,13 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
     run = begin_supervised_run(config, _NAMES[name], f"step 2: --objective {name} {aim}")
     if name != "reward" and any(run.rows.at_hand["margin"]):
         logger().info(f"data: --objective {name} does not use the column `margin`")
-    model = load_trained_model(run.folder, config, run.ds_config, run.adapter)
+    model = load_trained_model(run.model_folder, config, run.ds_config, run.adapter)
     objective = OBJECTIVES[name](filler_id(run.tokenizer), run.device, config)
     trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, config, run.nonfinite)
     output = str(run.output)
-    command = tool_command("chat", ["--model", output, "--compare", run.folder])
+    command = tool_command("chat", ["--model", output, "--compare", run.model_folder])
     if config.has_head:
-        command = step_command("ppo", ppo_words(config, run.folder, output))
+        command = step_command("ppo", ppo_words(config, run.model_folder, output))
     return train_and_save(trainer, run, command)
 
 
