@@ -54,14 +54,16 @@ def model_over_base(model: PreTrainedModel, copies_adapter: bool = False) -> Pre
 def classifier_over_base(
     base: PreTrainedModel, folder: str, adapter: AdapterSettings | None = None
 ) -> PreTrainedModel:
-    """A one-label classifier whose backbone has the parameters of a causal language model without
-    adapters and hooks.
+    """A one-label classifier over the backbone parameters of `base`, which are shared, not copied,
+    and frozen. Its adapter and its head are its own.
 
     Args:
-        base: the language model.
-        folder: its adapter and head are loaded. If it is the base's own folder, the adapter is new
-            and the head is zero.
-        adapter: settings of the adapter; None: as in `folder`.
+        base: a causal language model without hooks, thus without an engine; its adapters are left
+            out.
+        folder: of an adapter: its adapter and head are loaded. Of a model: the adapter is new, and
+            the head is zero.
+        adapter: settings of the adapter, with `freeze_base`; None: as in `folder`, which must then
+            be an adapter's, and for a model that does not train.
 
     Raises:
         UserError: transformers' classifier has another backbone than its language model.
@@ -86,6 +88,7 @@ def classifier_over_base(
     adapter_folder = None
     if is_adapter_folder(folder):
         adapter_folder = folder
+    # loads the head in `adapter_folder` as well
     add_adapter(classifier, adapter or _settings_of(folder), folder=adapter_folder)
     return classifier
 

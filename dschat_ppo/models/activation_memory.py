@@ -78,19 +78,20 @@ def last_mlp(backbone: nn.Module) -> nn.Module | None:
     return mlp
 
 
-def of_read_tokens(
+def last_mlp_of_read_tokens(
     backbone: nn.Module, columns: Tensor, rows: Tensor | int = 0
 ) -> list[tuple[nn.Module, Callable[..., Tensor]]]:
-    """The last MLP, with a forward of it that runs some tokens only.
+    """The last MLP, and a forward to put in its place for one pass: it runs the n tokens whose
+    states are read, and gives 0 at the others, which nothing reads.
 
     Args:
         backbone: the model without its head.
-        columns: (n,) int64, where the tokens are in the backbone's input. A token twice would get
-            its gradient twice.
-        rows: likewise, or one row for all.
+        columns: (n,) int64, columns of these tokens in the backbone's input. A token may not be
+            there twice: its gradient would count twice.
+        rows: (n,) int64, their rows; or a number, the row of all.
 
     Returns:
-        One pair; none without such an MLP.
+        One pair; none if `last_mlp` finds no MLP.
     """
     mlp: Any = last_mlp(backbone)
     if mlp is None:

@@ -179,16 +179,26 @@ def is_linear(layer: nn.Module) -> bool:
     return type(layer).__name__ in LINEAR
 
 
-def quantised_base(
+def quantising_options(
     build: Callable[[], PreTrainedModel],
     adapter: AdapterSettings | None,
     dtype: torch.dtype,
     ds_config: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Arguments of `from_pretrained` that quantise the linear layers of the blocks, 4 bits as NF4
-    with double quantisation, 8 bits as LLM.int8(); {} if the adapter does not ask. `build` makes
-    the model. DeepSpeed's cast leaves the integers alone; products are in `dtype`. Not under
-    ZeRO-3, which `--deepspeed_config` may ask for."""
+    with double quantisation, 8 bits as LLM.int8(); {} if the adapter does not ask. DeepSpeed's cast
+    to another number format leaves the integers alone.
+
+    Args:
+        build: makes the model; it is called on the meta device, without memory for weights, to find
+            the linear layers that stay whole, such as the heads.
+        adapter: how many bits; None: nothing is quantised.
+        dtype: of the products of 4-bit weights.
+        ds_config: of the model's engine, None without one.
+
+    Raises:
+        UserError: ZeRO-3, which `--deepspeed_config` may ask for, cannot partition such weights.
+    """
     if adapter is None or adapter.quantise is None:
         return {}
     if ds_config is not None and ds_config["zero_optimization"]["stage"] == 3:
@@ -198,9 +208,12 @@ def quantised_base(
         )
     with torch.device("meta"):
         model = build()
-    layers = lora_targets(model, None)
+    # all that LoRA could be added to, whatever `adapter.targets` names
+    block_layers = lora_targets(model, None)
     skipped = [
-        name for name, layer in model.named_modules() if is_linear(layer) and name not in layers
+        name
+        for name, layer in model.named_modules()
+        if is_linear(layer) and name not in block_layers
     ]
     if adapter.quantise == 4:
         config = BitsAndBytesConfig(

@@ -33,7 +33,7 @@ from dschat_ppo.models.adapters import (
     adapter_layers,
     add_adapter,
     ignored_flags,
-    quantised_base,
+    quantising_options,
     zero3_announced,
 )
 from dschat_ppo.models.architectures import (
@@ -278,7 +278,7 @@ def _load(
     if device:
         options: dict[str, Any] = {"device_map": device}
     else:
-        options = quantised_base(source.build, changes.adapter, DTYPES[dtype], ds_config)
+        options = quantising_options(source.build, changes.adapter, DTYPES[dtype], ds_config)
     with _prepared_loading(base, ds_config, device):
         model: PreTrainedModel = source.kind.from_pretrained(
             base,

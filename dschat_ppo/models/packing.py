@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.common.dist import sequence_ranks
-from dschat_ppo.models.activation_memory import of_read_tokens
+from dschat_ppo.models.activation_memory import last_mlp_of_read_tokens
 from dschat_ppo.models.architectures import MASK_IS_READ
 from dschat_ppo.models.backbone import (
     Layout,
@@ -205,7 +205,7 @@ def token_states(
         padded = padded_rows(backbone, layout.attention, layout.packed)
         if reads_few:
             padded = replace(
-                padded, forwards=of_read_tokens(backbone, slots % width, slots // width)
+                padded, forwards=last_mlp_of_read_tokens(backbone, slots % width, slots // width)
             )
         with padded.running():
             return backbone_states(backbone, input_ids, lengths).flatten(0, 1), slots
@@ -242,7 +242,7 @@ def _layer_forwards(
     if reads_few:
         if segments.seen is not None:  # several rows may share a token
             offsets = offsets.unique()
-        forwards += of_read_tokens(backbone, offsets)
+        forwards += last_mlp_of_read_tokens(backbone, offsets)
     return forwards
 
 

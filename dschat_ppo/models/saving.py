@@ -169,7 +169,7 @@ def save_model(
     engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
     folder: str | Path,
-    described: Mapping[str, float | str | None] | None = None,
+    config_entries: Mapping[str, float | str | None] | None = None,
     weights: Mapping[str, Tensor] | None = None,
     form: SavedForm = SavedForm(),  # noqa: B008  it is immutable
 ) -> None:
@@ -180,12 +180,18 @@ def save_model(
     folder, which peft loads: the adapter, a score head, and the name of the base model.
 
     Collective: every rank calls it; rank 0 writes, and all raise a `StorageError`. Existing files
-    are replaced only by complete ones.
+    are replaced only by complete ones. Those of the other form, which an earlier run may have left
+    in the folder, are removed. On rank 0 the configuration of the model in memory changes as well.
 
     Args:
-        described: numbers and texts to store in the model's config under these names; None removes
-            an entry.
-        weights: whole tensors, on rank 0, that replace the engine's weights of these names.
+        engine: trains the model.
+        tokenizer: is written beside it.
+        folder: is made if it does not exist.
+        config_entries: numbers and texts to store in the model's config under these names; None
+            removes an entry.
+        weights: whole tensors, on rank 0, that replace the engine's weights of these names, which
+            are those of the model with its adapter. For an adapter folder they may only be of the
+            adapter and of a score head.
         form: how it is written. Quantised weights are never merged.
     """
     model: PreTrainedModel = engine.module.pretrained
@@ -201,8 +207,9 @@ def save_model(
     problem = None
     if dist.is_main():
         state = cast_weights(state, form.dtype, folder)
+        # `write_model` does not know which weights are quantised
         form = replace(form, merge=not as_adapter)
-        problem = write_model(engine.module, state, tokenizer, folder, described, form)
+        problem = write_model(engine.module, state, tokenizer, folder, config_entries, form)
     problem = dist.broadcast_object(problem)
     if problem is not None:
         raise StorageError(problem)
@@ -213,7 +220,7 @@ def write_model(
     state: dict[str, Tensor],
     tokenizer: PreTrainedTokenizerBase,
     folder: str | Path,
-    described: Mapping[str, float | str | None] | None,
+    config_entries: Mapping[str, float | str | None] | None,
     form: SavedForm,
 ) -> str | None:
     """Write a model whose weights are `state`, not those of `module`; returns why it cannot be
@@ -223,7 +230,7 @@ def write_model(
     model: PreTrainedModel = module.pretrained
     is_lm = not isinstance(module, ScalarModel)
     model.config.dtype = next(iter(state.values())).dtype
-    _set_entries(model.config, described or {})
+    _set_entries(model.config, config_entries or {})
     if is_lm:
         model.generation_config = _config_for_generation(model, tokenizer, form.ends)
     elif first_position(model.config) == 0:

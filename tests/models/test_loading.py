@@ -35,7 +35,7 @@ from dschat_ppo.models.adapters import (
     adapter_settings,
     add_adapter,
     lora_targets,
-    quantised_base,
+    quantising_options,
 )
 from dschat_ppo.models.architectures import check_classifier_config, classifier_class, lm_head_names
 from dschat_ppo.models.loading import (
@@ -545,7 +545,7 @@ def test_a_gpu_and_the_package_are_needed(monkeypatch):
 
 
 def test_the_linear_layers_of_the_blocks_are_quantised_and_no_others():
-    found = quantised_base(partial(new_model, "mixtral"), FOUR, torch.bfloat16, None)
+    found = quantising_options(partial(new_model, "mixtral"), FOUR, torch.bfloat16, None)
     config = found["quantization_config"]
     assert (
         config.load_in_4bit
@@ -565,7 +565,7 @@ def test_the_linear_layers_of_the_blocks_are_quantised_and_no_others():
 
 
 def test_8_bits_quantise_all_blocks_although_few_layers_have_lora():
-    config = quantised_base(partial(new_model, "opt-350m"), EIGHT, torch.float16, None)[
+    config = quantising_options(partial(new_model, "opt-350m"), EIGHT, torch.float16, None)[
         "quantization_config"
     ]
     assert config.load_in_8bit and not config.load_in_4bit
@@ -577,10 +577,10 @@ def test_8_bits_quantise_all_blocks_although_few_layers_have_lora():
 
 
 def test_nothing_is_quantised_unless_asked_and_never_under_zero_3():
-    assert quantised_base(partial(new_model, "llama"), None, torch.float32, None) == {}
-    assert quantised_base(partial(new_model, "llama"), LORA, torch.float32, None) == {}
+    assert quantising_options(partial(new_model, "llama"), None, torch.float32, None) == {}
+    assert quantising_options(partial(new_model, "llama"), LORA, torch.float32, None) == {}
     with pytest.raises(UserError, match=r"^--load_in_4bit needs ZeRO stage 0, 1 or 2"):
-        quantised_base(
+        quantising_options(
             partial(new_model, "llama"), FOUR, torch.float32, {"zero_optimization": {"stage": 3}}
         )
 
