@@ -32,8 +32,8 @@ from dschat_ppo.algorithms.fused_logprobs import (
     OutputLayer,
     block_logits,
     in_block,
-    layer_gradients,
     of_product_,
+    output_layer_gradients,
     sum_dtype,
 )
 
@@ -157,7 +157,7 @@ class _FusedDivergence(torch.autograd.Function):
             return of_product_(of_logits, tanh, ctx.head, comparison.temperature)
 
         with whole_teacher():
-            gradients = layer_gradients(
+            gradients = output_layer_gradients(
                 student, comparison.blocks, ctx.needs_input_grad, block_gradient, grad.dtype
             )
         return *gradients, *[None] * 6

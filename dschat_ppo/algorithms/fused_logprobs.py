@@ -192,7 +192,7 @@ class _FusedTokenScores(torch.autograd.Function):
             grad.scatter_add_(1, column, torch.where(inside, of_logprob, 0))
             return of_product_(grad, tanh, ctx.head, ctx.temperature)
 
-        gradients = layer_gradients(
+        gradients = output_layer_gradients(
             layer, ctx.blocks, ctx.needs_input_grad, block_gradient, grad_logprobs.dtype
         )
         return *gradients, *[None] * 6
@@ -242,25 +242,30 @@ def _scores_of_piece(
     return chosen, largest + total.log(), total.log() - weighted / total
 
 
-def layer_gradients(
+def output_layer_gradients(
     layer: OutputLayer,
     blocks: LogitBlocks,
     needs_grad: Sequence[bool],
     block_gradient: Callable[[slice, slice], Tensor],
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of the hidden states, the weight and the bias of a layer.
+    """Gradients of hidden (N, H), weight (V, H) and bias (V,) of an output layer, each in the
+    dtype of what it is the gradient of; None: not asked for, or there is no bias. The weight must
+    be whole.
 
     Args:
+        layer: its `hidden @ weight.T + bias` (N, V) is the product that `block_gradient` is of.
+        blocks: how that product is divided.
         needs_grad: of these three, whether a gradient is asked for; the first is computed anyway.
-        block_gradient: `(columns, rows)` -> the gradient (rows, columns) of this block of the
-            matrix product, in `dtype`.
+        block_gradient: (slice of the vocabulary, slice of the N rows) -> the gradient of this block
+            of the product, (rows, columns) in `dtype`.
+        dtype: in which the products of blocks and of pieces are summed.
     """
     hidden = layer.hidden
     weight = layer.weight
     grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     empty_like = torch.empty_like
-    if blocks.width < weight.shape[0]:  # rows that no block writes
+    if blocks.width < weight.shape[0]:  # no block writes the rows of tokens beyond `width`
         empty_like = torch.zeros_like
     grad_weight = None
     if needs_grad[1]:

@@ -56,6 +56,7 @@ class EnvironmentFlags:
     )
 
     def __post_init__(self) -> None:
+        """Refuse a second environment, tools beside one that has none, and flags without effect."""
         environment_flags = [
             f"--{name}"
             for name in ("environment", "tool_config", "agent_func_path")

@@ -201,7 +201,9 @@ class PPOConfig(StepConfig):
                 "--min_answer_seq_len is not for episodes: an action may be short; omit it"
             )
         estimator = self.algorithm.advantage_estimator
-        if self.environment.to_go_weight is not None and estimator in ("remax", "gdpo"):
+        # EnvironmentFlags refuses it without an environment
+        credits_turns = self.environment.turn_reward == "to_go"
+        if credits_turns and estimator in ("remax", "gdpo"):
             raise UserError(
                 f"--advantage_estimator {estimator} compares scores of whole episodes; use"
                 " --turn_reward sum"

@@ -112,14 +112,15 @@ class ActorLoss:
         sums: MetricSums,
         recorded: RecordedTokens | None = None,
     ) -> Tensor:
-        """The loss of one micro-batch (b, R), a scalar with gradient: the policy loss, minus the
-        entropy bonus, plus the KL to the reference and the divergence from the teachers.
+        """A scalar with gradient: the share of one micro-batch in the step's loss over
+        `rows.loss_mask`, which is the policy loss, minus the entropy bonus, plus the KL to the
+        reference and the divergence from the teachers.
 
         Without `rows.old_logprobs`, the log-probs of this pass are the old ones: the ratio is
         exactly 1, and its gradient is that of the log-probs.
 
         Args:
-            rows: the micro-batch.
+            rows: the micro-batch, tensors (b, R).
             minibatch: holds the denominators, which are those of the whole optimizer step.
             entropy_coef: weight of the entropy bonus; 0: entropy has no gradient.
             sums: takes the metrics.
@@ -163,21 +164,23 @@ class ActorLoss:
         weights = self._loss_weights(rows, current.logprobs, old_logprobs, sums)
         loss = mean_over_step(policy.losses * weights)
         if not self.has_policy_loss:
+            # The loss is computed all the same: its ratios and clipped tokens are recorded.
             loss = loss.new_zeros(())
-        weight = loss.new_full((), minibatch.metric_weight)
-        sums.add_sum("policy/loss", loss, weight)
+        # a metric is the sum of losses over the sum of counts: 1 over all micro-batches of a step
+        count = loss.new_full((), minibatch.metric_weight)
+        sums.add_sum("policy/loss", loss, count)
         sums.add_mean("policy/entropy", current.entropy.detach(), rows.response_mask)
         _record_ratios(rows, policy, current.logprobs, old_logprobs, sums)
         if entropy_coef > 0:
             loss = loss - entropy_coef * mean_over_step(current.entropy)
         if flags.kl_loss_coef > 0:
             kl = mean_over_step(self._kl_to_reference(rows, current))
-            sums.add_sum("policy/kl_loss", kl, weight)
+            sums.add_sum("policy/kl_loss", kl, count)
             loss = loss + flags.kl_loss_coef * kl
         if teacher_distributions:
             of_teachers = current.divergences[len(reference_distributions) :]
             divergence = mean_over_step(torch.stack([*of_teachers]).sum(dim=0))
-            sums.add_sum("distill/divergence", divergence, weight)
+            sums.add_sum("distill/divergence", divergence, count)
             loss = loss + self.distill_coef * divergence
         return loss
 
@@ -237,12 +240,21 @@ def critic_loss(
     sums: MetricSums,
     recorded: RecordedTokens | None = None,
 ) -> Tensor:
-    """Clipped or plain value loss, averaged over the response tokens of the optimizer step; scalar
-    with gradient.
+    """A scalar with gradient: the share of one micro-batch in the clipped or plain value loss,
+    averaged over the response tokens of the optimizer step.
 
-    If the micro-batch `rows` (b, R) is no `Experience`, the values of this pass are the old ones,
-    and the targets are computed from them: generalised advantage estimation needs no other rows.
-    `minibatch` holds the denominator.
+    `rows` are no `Experience` where nothing was scored before a PPO step's only update
+    (`config/on_policy.py`). The values of this pass are then the old ones, so that nothing is
+    clipped, and the returns are computed from them: generalised advantage estimation needs no other
+    rows.
+
+    Args:
+        critic: gives the values of this pass.
+        rows: the micro-batch, tensors (b, R).
+        minibatch: holds the denominator, which is that of the whole optimizer step.
+        flags: discount, lambda, and how far values may move before they are clipped.
+        sums: takes the metrics.
+        recorded: takes the values of this pass.
     """
     mask = rows.response_mask
     values = response_values(critic, rows)
@@ -255,7 +267,13 @@ def critic_loss(
     else:
         old_values = values.detach()
         inputs = AdvantageInputs(
-            rows.rewards, old_values, mask, rows.groups, None, flags.gamma, flags.gae_lambda
+            rewards=rows.rewards,
+            values=old_values,
+            response_mask=mask,
+            groups=rows.groups,
+            baselines=None,
+            gamma=flags.gamma,
+            lam=flags.gae_lambda,
         )
         _, returns = gae(inputs)
     losses, clipped = value_losses(values, old_values, returns, mask, flags.value_clip_eps)

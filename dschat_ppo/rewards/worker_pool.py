@@ -186,12 +186,24 @@ class WorkerPool:
 
 
 def main(where: str, name: str, settings: str) -> None:
-    """In a worker: serve the function `name` of a file or module. `settings`: as JSON. It writes a
-    line of JSON when it is ready and for each call: {"value": ...} or {"error": cause}."""
+    """In a worker process: serve calls of a function until the trainer closes the socket.
+
+    Standard input holds pickled keyword arguments of the function, one call after another. Standard
+    output gets one line of JSON when the function is loaded, with its `Signature`, and one line for
+    each call, with its `Returned` rows: {"value": ...}, or {"error": cause}. A function that cannot
+    be loaded ends the process after its line.
+
+    Args:
+        where: the file or module of the function.
+        name: the function in it.
+        settings: those that the flag gives the function, a JSON object of texts; `signature_of`
+            checks and converts them.
+    """
     signal_when_parent_ends(signal.SIGKILL)
     outlive_signals()
     os.register_at_fork(after_in_child=restore_signals)
-    # descriptors are not inherited
+    # Programs that the function starts do not inherit these copies: they could write replies, and
+    # would keep the socket open after the end of the worker, which the trainer notices by it.
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -222,7 +234,7 @@ def main(where: str, name: str, settings: str) -> None:
             arguments = pickle.load(requests)
         except EOFError:
             return
-        leave_dead_terminal()  # a print of the function would fail
+        leave_dead_terminal()  # else a print of the function would fail
         with attempt(also_exits=True) as tried:
             reply("value", _call_function(function, signature, arguments, loop))
         if tried.problem is not None:  # a failed call costs its rows, not the run

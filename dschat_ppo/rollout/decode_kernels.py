@@ -60,9 +60,16 @@ Kernel = Callable[[Tensor, Tensor, Tensor, KeySegments, float], tuple[Tensor, Te
 
 
 def products_attention(batch: StepMetadata, call: AttentionCall) -> Tensor:
-    """Attention of the rows of a batch, (n, heads, 1, d) -> (count, heads, d). The query heads of
-    one key head are the rows of one matrix product, so keys are read once and never expanded. A
-    product over contiguous keys runs at memory speed; attention kernels with one query do not."""
+    """Attention of one new token of each row of a decode batch, which is `count` of the n rows of
+    the forward pass: queries (n, heads, 1, d) -> (count, heads, d).
+
+    The keys and values of the new tokens are in the cache already; those of `call` are not read.
+    The mask (count, 1, slots) is added to the scores; `batch` keeps it for the next layers.
+
+    The query heads of one key head are the rows of one matrix product, so keys are read once and
+    never expanded. A product over contiguous keys runs at memory speed; attention kernels with one
+    query do not.
+    """
     window = call.window
     sinks = call.sinks
     if ("mask", window) not in batch.step_cache:

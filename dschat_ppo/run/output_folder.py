@@ -143,7 +143,12 @@ def check_shared_folder(folder: Path) -> None:
         return
     # new: no machine remembers its absence
     path = folder / dist.broadcast_object(f".shared_{uuid.uuid4().hex}")
-    dist.on_main(writing(folder)(path.touch))
+
+    def write_empty_file() -> None:
+        with writing(folder):
+            path.touch()
+
+    dist.on_main(write_empty_file)
     unaware_host = None
     if not path.exists():
         unaware_host = os.uname().nodename

@@ -77,21 +77,40 @@ def folder_of(config: StepConfig) -> Path:
 def begin_run(
     config: StepConfig, check: Callable[[], None] = lambda: None
 ) -> tuple[torch.device, Path]:
-    """Check the folder and seed, after `join_ranks` and with a number format in place of `--dtype
-    auto`; returns this rank's device and the output folder. Collective. `StopRequested`: the same
-    run has finished in the folder.
+    """Begin a run after `join_ranks`, with a number format in place of `--dtype auto`: compare the
+    output folder with the flags, seed the random numbers, and check that the device has the number
+    format. Collective.
 
-    `check` checks flags of the step before the folder is compared with them: else a mistake in a
-    flag would be a setting that has changed.
+    The folder of a training run is only checked here; `open_session` prepares it, which knows the
+    checkpoint. That of `--validate_only`, which has no checkpoint, is prepared at once. With
+    `--dry_run` nothing but `check` runs.
+
+    Args:
+        config: the flags.
+        check: every rank calls it first, to check flags of the step. Later, a mistake in a flag
+            would be reported as a setting that differs from that of the earlier run in the folder.
+
+    Returns:
+        This rank's device and the output folder.
+
+    Raises:
+        StopRequested: the same run has finished in the folder.
+        UserError: the folder, a flag or the number format cannot be used.
     """
     run = config.run
     folder = folder_of(config)
+
+    def check_folder() -> None:
+        with writing(folder):
+            if config.validate_only:
+                prepare_output_folder(folder, config)
+            else:
+                check_earlier_outputs(folder, config)
+
     check()
     if not run.dry_run:
-        if config.validate_only:
-            dist.on_main(writing(folder)(lambda: prepare_output_folder(folder, config)))
-        else:
-            dist.on_main(writing(folder)(lambda: check_earlier_outputs(folder, config)))
+        dist.on_main(check_folder)
+        if not config.validate_only:
             dist.on_main(lambda: require_trackers(run.trackers))
             repository = run.push_to_hub
             if repository is not None:
@@ -177,7 +196,12 @@ def open_session(
     resumed = None
     if checkpoint is not None and lies_in_output(checkpoint, output):
         resumed = checkpoint
-    dist.on_main(writing(output)(lambda: prepare_output_folder(output, config, resumed)))
+
+    def prepare_folder() -> None:
+        with writing(output):
+            prepare_output_folder(output, config, resumed)
+
+    dist.on_main(prepare_folder)
     return Session(output, identity, config, checkpoint)
 
 
