@@ -1,0 +1,29 @@
+"""The list of broken lines is well-formed, and before a release a test notices each
+(`tests/break_lines.py`)."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from break_lines import ROOT, read_lines
+
+SCRIPT = Path(__file__).with_name("break_lines.py")
+
+
+def test_each_entry_changes_a_text_and_names_a_test_that_exists():
+    lines = read_lines()
+    assert len(lines) == len(set(lines))
+    for line in lines:
+        assert line.before.strip() and line.before != line.after, line
+        file, _, test = line.test.partition("::")
+        source = (ROOT / file).read_text(encoding="utf-8")
+        if test:
+            assert f"def {test.partition('[')[0]}(" in source, line
+
+
+@pytest.mark.slow
+@pytest.mark.release
+def test_every_broken_line_is_noticed():
+    run = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
