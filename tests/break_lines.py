@@ -21,8 +21,9 @@ from pathlib import Path
 
 import datasets  # noqa: F401  (the forked processes need not import the libraries again)
 import deepspeed  # noqa: F401
+import peft  # noqa: F401
 import pytest
-import transformers  # noqa: F401
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = Path(__file__).with_name("broken_lines.json")

@@ -13,6 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from dschat_ppo.common import dist
 from dschat_ppo.data.batches import SFTBatch
+from dschat_ppo.engine import router_term
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.engine.optimizer_step import accumulate, apply, apply_together, learning_rates
@@ -345,6 +346,23 @@ def test_micro_batches_add_up_to_transformers_loss_of_the_whole_step(parts, pack
     assert metrics["loss"] == pytest.approx(nll.item(), rel=1e-5), (
         "the counting passes add no metrics"
     )
+
+
+def test_the_load_is_that_of_all_ranks(monkeypatch):
+    """Beside a rank with as many tokens and the same choices, a rank has half of the loss."""
+    monkeypatch.setattr(router_term, "all_reduce", lambda counts: 2 * counts)
+    lm = new_model("mixtral")
+    ids, wanted, _, router = whole_step(lm)
+    policy = PolicyModel(lm)
+    loss_of = with_router_term(
+        router_settings(1.0, policy),
+        "router_loss",
+        [SFTBatch(ids, wanted)],
+        lambda batch, sums: 0 * sft_loss(policy, batch, wanted.sum(), sums),
+        real_rows,
+        MetricSums(),
+    )
+    assert loss_of(SFTBatch(ids, wanted)).item() == pytest.approx(router.item() / 2, rel=1e-5)
 
 
 def test_dropout_is_the_same_in_both_passes():

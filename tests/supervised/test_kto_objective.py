@@ -11,6 +11,7 @@ from dschat_ppo.data.batches import PADDING_ROW
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.supervised import policy_objectives
 from dschat_ppo.supervised.objective import UsedRows
 from dschat_ppo.supervised.policy_objectives import kto_objective, log_balance, with_baseline
 
@@ -153,6 +154,18 @@ def test_the_baseline_has_no_gradient_and_no_dropout():
         found.append(baseline_of(language_model(policy), language_model(reference), [0, 2, 4]))
         assert batch.baseline.tolist() == pytest.approx([found[-1]] * 3, abs=1e-4)
     assert max(found) > 0.1
+
+
+def test_the_baseline_is_a_mean_over_the_rows_of_all_ranks(monkeypatch):
+    """The rows of another rank have a log-ratio of 12.5 in all."""
+    other_rank = torch.tensor([12.5, 3.0], dtype=torch.float64)
+    monkeypatch.setattr(policy_objectives.dist, "all_reduce", lambda total: total + other_rank)
+    policy, reference = language_model(1), language_model(2)
+    rows = referred_to(reference).train
+    [batch] = with_baseline(PolicyModel(policy), [OBJECTIVE.collate(rows, [0, 2])])
+    log_ratios = ratio(policy, reference, 0, OTHERS[0]) + ratio(policy, reference, 2, OTHERS[2])
+    assert log_ratios + 12.5 > 0.1
+    assert batch.baseline.tolist() == pytest.approx([(log_ratios + 12.5) / 5] * 2, abs=1e-4)
 
 
 @pytest.mark.parametrize(

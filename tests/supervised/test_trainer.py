@@ -4,6 +4,7 @@ NaN and resuming."""
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.nonfinite import NonFinitePolicy, ReproBundles
 from dschat_ppo.run.output_folder import KeptModels
+from dschat_ppo.supervised import trainer as trainer_module
 from dschat_ppo.supervised.objective import score_rows
 from dschat_ppo.supervised.sft import sft_objective
 from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
@@ -190,6 +192,22 @@ def test_each_epoch_trains_on_each_row_once_and_is_evaluated(tmp_path):
     assert trainer.best.value_and_step == (lines[best[-1]]["eval_loss"], best[-1])
     for found, step in ((trainer.before, 0), (trainer.after, LAST)):
         assert found == {name: lines[step][name] for name in ("eval_loss", "eval_perplexity")}
+
+
+def test_ranks_that_share_rows_count_each_row_once(tmp_path, monkeypatch):
+    """Two ranks with the same rows: the sums over ranks are twice those of the rows."""
+    lines = []
+    for ranks, folder in ((1, tmp_path / "alone"), (2, tmp_path / "shared")):
+        trainer = make(config_of(folder, "--max_steps", "2"), Seen())
+        shared = {
+            "all_reduce": lambda counts, ranks=ranks: ranks * counts,
+            "sequence_ranks": lambda ranks=ranks: ranks,
+        }
+        monkeypatch.setattr(trainer_module, "dist", SimpleNamespace(**{**vars(dist), **shared}))
+        folder.mkdir()
+        run(trainer, folder)
+        lines.append(lines_of(folder))
+    assert lines[0] == lines[1]
 
 
 def test_a_nan_loss_skips_the_update_and_is_written_for_replay(tmp_path, assets):
