@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launch import run, succeed
@@ -201,6 +202,22 @@ def test_a_rank_ends_when_another_rank_has_failed_or_is_lost_but_not_when_it_sto
     assert HOW_TO_RESUME in errors and "in sleeps_long" not in errors and "in sleeps_long" in log
     code, errors, log = ended["other rank stops"]
     assert (code, errors) == (0, "") and "ends because" not in log
+
+
+@pytest.mark.parametrize(
+    ("idle", "since_progress_of_any", "expected"),
+    [(30.0, float("inf"), True), (30.0, 5.0, False), (10.0, float("inf"), False)],
+)
+def test_a_run_hangs_if_neither_this_rank_nor_another_makes_progress(
+    monkeypatch, idle, since_progress_of_any, expected
+):
+    record = SimpleNamespace(
+        seconds_since_progress=lambda: since_progress_of_any, mark_progress=lambda: None
+    )
+    monkeypatch.setattr(heartbeat, "idle_seconds", lambda: idle)
+    thread = watchdog._Watchdog(record)
+    thread.limit = 20.0
+    assert thread._hangs() is expected
 
 
 @pytest.fixture
