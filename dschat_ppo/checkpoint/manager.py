@@ -157,7 +157,7 @@ class CheckpointManager:
         # of a checkpoint that is written in the background, not committed
         self._pending: Manifest | None = None
         self._saved = saved
-        self._saved_at = time.monotonic()
+        self._saved_at = time.monotonic()  # of the newest checkpoint, or of the start
 
     def save_if_due(self) -> None:
         """Save a checkpoint if one is due. If a stop was requested, save the state and raise

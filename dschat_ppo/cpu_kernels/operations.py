@@ -224,8 +224,8 @@ def cpu_rms_norm_backward(
     width = states.shape[-1]
     rows = states.numel() // width
     assert weight.shape == (width,) and gradient.shape == states.shape
-    # sums of rows: threads share none
-    of_weight = states.new_empty(-(-rows // _CHUNK), width, dtype=torch.float32)
+    # one sum for each chunk of rows, so that threads share none
+    chunk_sums = states.new_empty(-(-rows // _CHUNK), width, dtype=torch.float32)
     _call_kernel(
         "rms_norm_backward",
         states,
@@ -233,12 +233,12 @@ def cpu_rms_norm_backward(
         gradient,
         eps,
         of_states,
-        of_weight,
+        chunk_sums,
         rows,
         width,
         _CHUNK,
     )
-    return of_states, of_weight.sum(dim=0).to(weight.dtype)
+    return of_states, chunk_sums.sum(dim=0).to(weight.dtype)
 
 
 def rotate_(values: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:

@@ -191,7 +191,7 @@ def rollout_phase(
     actor = roles[0]
     sizes = actor.sizes
     phase = steady_phase("rollout", config, roles)
-    if sleeps(config, actor):
+    if sleeps(config, actor):  # on the device only the actor's weights stay
         staying: dict[tuple[str, str, bool], int] = {}
         for (role, kind, on_host), size in phase.held.items():
             if on_host or (role, kind) == ("actor", "weights"):

@@ -99,7 +99,7 @@ class RunningPool:
         self.pool = pool
         self.most_slots = most_slots
         self.poll = poll
-        self._proven = pool.capacity  # enough for another rollout, unless the pool is new
+        self._first_capacity = pool.capacity  # of another rollout, unless the pool is new
         prompts = sequences.prompts
         # the first decode step feeds the last token of a prompt
         tokens = sequences.prompt_lengths - 1
@@ -246,7 +246,7 @@ class RunningPool:
         else:
             total = self._total(sizes)
             most = FULL * capacity
-            if capacity == self._proven:
+            if capacity == self._first_capacity:
                 most = capacity
             if total > most:
                 capacity = max(capacity, total, min(self.most_slots, int(POOL_GROWTH * capacity)))
