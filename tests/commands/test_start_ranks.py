@@ -239,7 +239,7 @@ def dry_run(step: str, folder, *words: object) -> int:
 def test_a_dry_run_prints_the_batches_and_writes_nothing(
     assets, tmp_path, capsys, monkeypatch, step, title, words
 ):
-    monkeypatch.setattr(loading, "_loading", None)  # every model is loaded inside it
+    monkeypatch.setattr(loading, "_prepared_loading", None)  # every model is loaded inside it
     assert (
         dry_run(step, tmp_path, *(word.format(a=assets) for word in words), "--dry_run_ranks", 8)
         == 0
