@@ -21,6 +21,7 @@ from dschat_ppo.data.form_columns import (
     watched_columns,
 )
 from dschat_ppo.data.form_kinds import FORMS, KINDS, Kind, set_named
+from dschat_ppo.data.form_readers import is_transcript
 from dschat_ppo.data.form_rendering import Candidate, rendering_of
 from dschat_ppo.data.form_sample import DataSample, exists, quoted_names, sample_of
 from dschat_ppo.data.forms import Form, RowReader, rows_made
@@ -203,7 +204,7 @@ def _holds_no_transcript(sample: DataSample, reader: RowReader) -> bool:
     if sample.of_content or sample.flags.data_format != "auto" or column is None:
         return False
     values = [json_value(row.get(column)) for row in sample.rows]
-    return all(isinstance(value, str) and "\n\nAssistant:" not in value for value in values)
+    return all(isinstance(value, str) and not is_transcript(value) for value in values)
 
 
 def _first_rows_made(name: str, rows: list[Row], function: str) -> list[Row]:

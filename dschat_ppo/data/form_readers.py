@@ -205,6 +205,11 @@ def read_implicit_preference(cells: Cells, use: Use) -> PromptAndAnswers:
     return chosen[:cut], pair_of([chosen[cut:], rejected[cut:]])
 
 
+def is_transcript(value: Any) -> bool:
+    """Whether a value is text with a turn of the assistant, as those of Anthropic."""
+    return isinstance(value, str) and _ASSISTANT in value
+
+
 def read_transcript(cells: Cells, use: Use) -> PromptAndAnswers:
     """Text with turns that start with two line breaks and `Human:` or `Assistant:`; the last turn
     is the answer. As messages, two transcripts may part before it."""

@@ -10,7 +10,12 @@ from typing import Any
 from dschat_ppo.config.data_flags import Use
 from dschat_ppo.data.cells import LABELS, Cells, JudgedAnswer, PromptAndAnswers, judged
 from dschat_ppo.data.examples import checked, field_at, json_value, kind_of, number_of
-from dschat_ppo.data.form_readers import read_alpaca, read_columns
+from dschat_ppo.data.form_readers import (
+    is_transcript,
+    read_alpaca,
+    read_columns,
+    read_transcript,
+)
 from dschat_ppo.errors import UserError
 
 # columns with a number for each answer: more is better
@@ -22,9 +27,9 @@ _SCORE = ("score", "overall_score", "rating", "reward")
 
 
 def read_better(cells: Cells, use: Use) -> PromptAndAnswers:
-    """Two answers to a prompt, or two conversations that begin with it, and which one is better. In
-    lists of texts (Chatbot Arena's 55k) the prompt has the turns of the user, each answer those of
-    the assistant."""
+    """Two answers to a prompt, or two conversations or transcripts that begin with it, and which
+    one is better. In lists of texts (Chatbot Arena's 55k) the prompt has the turns of the user,
+    each answer those of the assistant."""
     pair, lead = judged(cells, use)
     asked = None
     if cells.has("prompt"):
@@ -43,8 +48,11 @@ def read_better(cells: Cells, use: Use) -> PromptAndAnswers:
         columns = {role: column for role, column in pair.columns.items() if role != "prompt"}
         pair = replace(pair, row=row, columns=columns)
     is_tie = use != "prompt" and not lead
+    reader = read_columns
+    if not cells.has("prompt") and is_transcript(pair.value("chosen")):
+        reader = read_transcript
     # no pair is made of a tie, whose two answers may follow two conversations
-    prompt, answers = read_columns(pair, "sft" if is_tie else use)
+    prompt, answers = reader(pair, "sft" if is_tie else use)
     return prompt, [] if is_tie else answers
 
 

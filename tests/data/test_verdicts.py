@@ -5,7 +5,7 @@ import json
 import re
 
 import pytest
-from form_fixtures import ASK, assistant, form_of, read, user
+from form_fixtures import ASK, HH, assistant, form_of, read, user
 from test_deepspeed_chat_sets import EXPECTED
 
 from dschat_ppo.data.form_kinds import SETS
@@ -420,3 +420,16 @@ def test_a_tie_beside_the_names_of_the_answers_is_no_pair():
     with pytest.raises(UserError, match="--better_column winner"):
         form_of(rows, use="preference", **CHAT)
     assert len(read(rows, "preference", better_column="winner", **CHAT)) == 1
+
+
+def test_a_verdict_beside_two_transcripts_is_read():
+    rows = [
+        {"chosen": f"{HH} {GOOD}", "rejected": f"{HH} {BAD}", "winner": "chosen"},
+        {"chosen": f"{HH} {BAD}", "rejected": f"{HH} {GOOD}", "winner": "rejected"},
+    ]
+    with pytest.raises(UserError, match="--better_column winner;"):
+        form_of(rows, use="preference")
+    pairs = read(rows, "preference", better_column="winner")
+    assert [(pair.prompt, list(pair.answers)) for pair in pairs] == [
+        (HH, [f" {GOOD}", f" {BAD}"])
+    ] * 2
