@@ -75,7 +75,7 @@ def rendering_of(
     ways = "--input_template puts text around a prompt"
     if has_template:
         ways = f"--apply_chat_template True makes user messages of the prompts, {ways}"
-    if advice.spaced_sets:
+    if advice.spaced_sets and kind.name != "better_of_two":  # these leave a verdict out
         ways += f"; {as_known_set(advice.spaced_sets)}"
     warning = (
         f"nothing separates prompt and answer: {glued_text}; the text is used as it is; {ways}"

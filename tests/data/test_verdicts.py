@@ -433,3 +433,9 @@ def test_a_verdict_beside_two_transcripts_is_read():
     assert [(pair.prompt, list(pair.answers)) for pair in pairs] == [
         (HH, [f" {GOOD}", f" {BAD}"])
     ] * 2
+
+
+def test_no_data_set_without_a_verdict_is_advised_beside_one():
+    row = sides("chosen", "rejected", False, winner="rejected")
+    warning = form_of([row], better_column="winner").warning
+    assert "nothing separates" in warning and "local/jsonfile" not in warning
