@@ -70,7 +70,7 @@ def read_stepwise(cells: Cells, use: Use) -> PromptAndAnswers:
 
 def _answer_of_objects(steps: list[Any], key: str, name: str) -> JudgedAnswer:
     """The answer of steps that are objects with a text, and a label under this key. `rating` is one
-    of PRM800K if all are -1, 0, 1 or null."""
+    of PRM800K if all are -1, 0, 1 or null and one is -1; without it, 0 is a wrong step."""
     texts = list[str]()
     values = list[Any]()
     for step_number, step in enumerate(steps, start=1):
@@ -79,7 +79,8 @@ def _answer_of_objects(steps: list[Any], key: str, name: str) -> JudgedAnswer:
         text = next((step[text_key] for text_key in STEP_TEXTS if text_key in step), None)
         texts.append(checked(text, str, f"the text of {where}", f"one in {', '.join(STEP_TEXTS)}"))
         values.append(step.get(key))
-    if key == "rating" and all(value in (-1, 0, 1, None) for value in values):
+    is_prm800k = -1 in values and all(value in (-1, 0, 1, None) for value in values)
+    if key == "rating" and is_prm800k:
         return JudgedAnswer(texts, tuple(_RATINGS[value] for value in values))
     return JudgedAnswer(texts, _step_labels(values, f"'{key}' in {name}"))
 

@@ -60,6 +60,8 @@ def test_ratings_of_steps_are_those_of_prm800k():
     steps = [{"text": "a", "rating": rating} for rating in (1, 0, -1, None)]
     [example] = read([{"problem": "Q:", "steps": steps}], "steps")
     assert example.labels[:3] == (1.0, 1.0, 0.0) and math.isnan(example.labels[3])
+    [example] = read([{"problem": "Q:", "steps": steps[:2]}], "steps")
+    assert example.labels == (1.0, 0.0)  # of two ratings, the lower one is a wrong step
 
 
 def test_a_step_that_is_an_object_has_a_text_and_a_label():
