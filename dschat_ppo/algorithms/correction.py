@@ -27,8 +27,8 @@ def importance_weights(
     """Importance weights from the policy as the generator computes it to the policy as the training
     engine does.
 
-    `w = exp(old - rollout)` for each token, or with the sum over the row in the exponent (clamped
-    to +-20).
+    `w = exp(old - rollout)` for each token, or at the `level` "sequence" with the sum over the row
+    in the exponent (clamped to +-20). The `mode` says what becomes of large ones:
 
     - truncate: `min(w, cap)` (Ionides 2008; Yao et al. 2025), which limits the variance; with a
       `floor` at least that.

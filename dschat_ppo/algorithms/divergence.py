@@ -78,9 +78,16 @@ def fused_divergence(
     for the student's `hidden` (N, H), `weight` (V, H), which must be whole, and `bias` (V,).
 
     Where the vocabularies differ in size, because the rows of one or both are padded, the
-    distributions are over the tokens that both have. `forbidden`: tokens that cannot be drawn at
-    some positions, by student or teacher. A log-prob below -1e4 counts as -1e4, so a divergence
-    that is infinite becomes large.
+    distributions are over the tokens that both have. A log-prob below -1e4 counts as -1e4, so a
+    divergence that is infinite becomes large.
+
+    Args:
+        student: gets the gradient.
+        teacher: at the same positions; it gets none.
+        divergence: which one, and over how many tokens of the teacher.
+        temperature: the logits of both are divided by it.
+        block_bytes: largest size of a block of fp32 logits of both models; None: by device.
+        forbidden: tokens that cannot be drawn at some positions, by student or teacher.
     """
     divergences: Tensor = _FusedDivergence.apply(  # type: ignore[no-untyped-call]
         student.hidden,
@@ -147,9 +154,11 @@ class _FusedDivergence(torch.autograd.Function):
         whole_teacher = comparison.teacher.whole
         if comparison.divergence.top_k:
             gradient_of_logits = _gradient_of_top_tokens
-            whole_teacher = nullcontext  # it is not used
+            whole_teacher = nullcontext  # the gradient needs no weight of the teacher
 
         def block_gradient(block: slice, piece: slice) -> Tensor:
+            """Gradient of a block of the matrix product for a piece of the rows, (rows, columns)
+            fp32."""
             logits, tanh = _finite_logits(comparison, student, block, piece)
             saved = [tensor[piece] for tensor in for_gradient]
             of_logits = gradient_of_logits(comparison, logits, saved, block, piece)
@@ -287,7 +296,8 @@ def _of_top_tokens(
     lse_q = _log_sum(tail_q, top_q)
     log_p = torch.cat([top_p, tail_p.unsqueeze(1)], dim=1) - lse_p.unsqueeze(1)  # (rows, k + 1)
     log_q = torch.cat([top_q, tail_q.unsqueeze(1)], dim=1) - lse_q.unsqueeze(1)
-    log_p.clamp_(min=LOWEST).requires_grad_()  # without a tail its probability is 0
+    # where the top tokens are all tokens, the log-prob of the tail is -inf
+    log_p.clamp_(min=LOWEST).requires_grad_()
     log_q.clamp_(min=LOWEST)
     with torch.enable_grad():
         kind = comparison.divergence.kind

@@ -206,8 +206,9 @@ def _scores_of_piece(
     temperature: float,
     forbidden: Forbidden | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a piece of the rows, (rows,) each: the logit of the token, the log of the sum of the
-    exponentials of all logits, and the entropy.
+    """Of a `piece` of the rows of `layer`, (rows,) each: the logit of the token, the log of the sum
+    of the exponentials of all logits, and the entropy. `tokens` (N,) are those of all rows, and
+    `forbidden` holds positions of all rows.
 
     With z the logits and z* the largest so far, the sums of exp(z - z*) and of exp(z - z*) (z - z*)
     are carried from block to block of the `vocabulary`."""
@@ -338,8 +339,9 @@ def block_logits(
     temperature: float,
     forbidden: Forbidden | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits / temperature of a block of tokens for a piece of the rows, (rows, columns) fp32,
-    `NEVER` for forbidden tokens; and the `tanh` of the soft cap, which the derivative needs."""
+    """Logits / temperature of `layer` for a block of tokens and a piece of the rows, fp32 (rows,
+    columns), `NEVER` for forbidden tokens, which the caller may change in place; and the `tanh` of
+    the soft cap, which the derivative needs, None without a soft cap."""
     bias = None
     if layer.bias is not None:
         bias = layer.bias[block]

@@ -117,7 +117,7 @@ def keep_whole(engine: Engine) -> None:
     offload = getattr(optimizer, "parameter_offload", optimizer)
     offload._remove_module_hooks()
     if optimizer is not offload:
-        optimizer.persistent_parameters = []  # which an update would gather one by one
+        optimizer.persistent_parameters = []  # an update would gather each of them by itself
     model = engine.module
     for weight in model.parameters():
         weight.is_kept_whole = True
@@ -235,7 +235,9 @@ def eval_engine(model: nn.Module, config: Config) -> Engine:
 def _initialise(
     model: nn.Module, config: Config, layer_by_layer: bool = False, **training: Any
 ) -> Engine:
-    """A DeepSpeed engine, with whole weights if these fit. `training`: optimizer and schedule."""
+    """A DeepSpeed engine for `model`, in the configuration of DeepSpeed. At ZeRO-3 the weights of
+    all layers stay whole on each rank if they fit, unless `layer_by_layer`. `training`: optimizer
+    and schedule."""
     size = 0
     for weight in model.parameters():
         # ZeRO-3 empties the tensor

@@ -83,9 +83,16 @@ def train_config(
     """Configuration of an engine that trains.
 
     In bf16 and fp16 stage 0 runs as stage 1: DeepSpeed's own stage 0 does not scale the fp16 loss
-    in `engine.backward` and counts one Adam step too many, so its numbers differ. `offload` keeps
-    the optimizer state in host memory, at stage 3 the parameters too. `overlay`, the user's
-    `--deepspeed_config`, takes precedence.
+    in `engine.backward` and counts one Adam step too many, so its numbers differ.
+
+    Args:
+        stage: of ZeRO.
+        dtype: fp32, bf16 or fp16.
+        offload: keep the optimizer state in host memory, at stage 3 the parameters too.
+        world_size: number of ranks.
+        max_grad_norm: gradients are clipped to this norm.
+        overlay: the user's `--deepspeed_config`, which takes precedence.
+        options: further settings of ZeRO.
     """
     if stage == 0 and dtype != "fp32":
         stage = 1
@@ -103,8 +110,8 @@ def train_config(
     zero = settings["zero_optimization"]
     if zero["stage"] == 0 and dtype != "fp32":
         zero["stage"] = 1
-    offload = (zero.get("offload_optimizer") or {}).get("device", "none")
-    if dtype == "bf16" and zero["stage"] == 1 and offload == "none":
+    offload_device = (zero.get("offload_optimizer") or {}).get("device", "none")
+    if dtype == "bf16" and zero["stage"] == 1 and offload_device == "none":
         # The sums are in fp32. In bf16, DeepSpeed would round them, and copy them for that, so that
         # the number of ranks changed a gradient.
         settings.setdefault("communication_data_type", "fp32")
@@ -216,9 +223,10 @@ def read_overlay(path: str | None) -> Config:
 
 def require_agreement(config: StepConfig, ranks: int) -> None:
     """Require batches, optimizer, schedule and number format of `--deepspeed_config` to be those of
-    the flags."""
-    path = config.run.deepspeed_config
+    the flags in `config`, for this number of `ranks`. `UserError` names the setting and the
+    flag."""
     run = config.run
+    path = run.deepspeed_config
     settings = _checked_settings(path)
     kind = _setting_at(settings, "optimizer.type")
     kinds: Collection[str] = ("adam", "adamw")
@@ -251,8 +259,8 @@ def require_agreement(config: StepConfig, ranks: int) -> None:
 
 
 def _settings_of_flags(config: StepConfig, ranks: int) -> list[tuple[str, str, Any]]:
-    """(setting of DeepSpeed, flag, value) of what the flags decide, so that a file can only
-    repeat it."""
+    """(setting of DeepSpeed, flag, value) of what the flags decide for this number of `ranks`, so
+    that a file can only repeat it. Those of the learning rate occur for each model that trains."""
     run = config.run
     flags = vars(config.training)
     micro = config.micro_batch
@@ -358,7 +366,8 @@ def _nearest(key: str, known: Collection[str]) -> str:
 
 
 def _check_sections(path: str, settings: Config) -> None:
-    """Check what DeepSpeed checks when an engine is built, which is after the model is loaded."""
+    """Check the `settings` of the file at `path` as DeepSpeed does when an engine is built, which
+    is after the model is loaded."""
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 

@@ -69,6 +69,7 @@ def with_router_term(
     passes without gradients, which draw the random numbers (dropout) that the training passes draw
     again.
 
+    `settings`: coefficient, and experts for each token. `batches`: all micro-batches of this rank.
     `loss_of`: (micro-batch, metrics to add to) -> its loss, by one forward pass. `rows_of`: rows
     that count, (B,) bool, and do not only fill the micro-batch. `sums` receives the metrics of the
     training passes, the load-balancing loss under the name `metric`.

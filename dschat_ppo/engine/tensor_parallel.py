@@ -73,6 +73,12 @@ def check_tensor_parallel(
 ) -> None:
     """Check that `--inference_tp_size` suits the ranks and, if its layers are divided, the model.
 
+    Args:
+        config: of the model.
+        size: ranks of a group.
+        ranks: all of the run.
+        lora_dim: rank of the model's adapter; 0: none.
+
     Raises:
         UserError: the size divides neither the ranks nor a dimension of the layers.
     """
@@ -107,7 +113,8 @@ def tensor_parallel_plan(config: PretrainedConfig) -> dict[str, str]:
 
 @contextmanager
 def sharded_layers(model: PreTrainedModel, parallel: TensorParallel) -> Iterator[None]:
-    """Hold this rank's shard of the decoder layers of `model`, all linear, inside the block.
+    """Hold this rank's shard of the linear layers in the decoder layers of `model` inside the
+    block. `parallel`: this rank's group, and how many decoder layers are gathered at a time.
 
     Forward passes inside the block are collective over the group. Entering is collective over all
     ranks, and leaves ZeRO-3 partitions as they are. Without ZeRO-3 the shards are views of the

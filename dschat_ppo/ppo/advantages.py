@@ -181,15 +181,15 @@ class AdvantageComputation:
         if flags.advantage_estimator == "gdpo":
             scores = rows.scores
         inputs = AdvantageInputs(
-            rows.rewards,
-            rows.values,
-            rows.response_mask,
-            rows.groups,
-            baselines,
-            flags.gamma,
-            flags.gae_lambda,
-            flags.normalize_group_std,
-            flags.group_std == "batch",
+            rewards=rows.rewards,
+            values=rows.values,
+            response_mask=rows.response_mask,
+            groups=rows.groups,
+            baselines=baselines,
+            gamma=flags.gamma,
+            lam=flags.gae_lambda,
+            normalise_std=flags.normalize_group_std,
+            batch_std=flags.group_std == "batch",
             scores=scores,
             source_scores=rows.source_scores,
             source_weights=torch.tensor(
@@ -213,10 +213,10 @@ class AdvantageComputation:
                 rows.old_logprobs,
                 rows.rollout_logprobs,
                 rows.response_mask,
-                flags.importance_correction,
-                flags.importance_mode,
-                flags.importance_cap,
-                flags.importance_floor,
+                level=flags.importance_correction,
+                mode=flags.importance_mode,
+                cap=flags.importance_cap,
+                floor=flags.importance_floor,
             )
         if flags.high_entropy_share < 1:
             assert rows.entropies is not None

@@ -70,8 +70,9 @@ def local_model_folders(config: PPOConfig) -> ModelFolders:
 def check_models(
     config: PPOConfig, folders: ModelFolders, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Check that the folders hold models that their roles can use. An error names the flag and the
-    folder."""
+    """Check that the folders hold models that their roles can use; no weights are read.
+    `tokenizer` is the actor's, whose token ids the others read; only a reward model may have its
+    own. `UserError` names the flag and the folder."""
     longest = config.ppo.max_prompt_seq_len + config.ppo.max_answer_seq_len
     adapter = adapter_settings(config.lora, config.adapters, "actor_")
     actor_config = check_language_model(
@@ -143,8 +144,8 @@ def check_shared_base(config: PPOConfig, folders: ModelFolders) -> None:
 def _check_reward_model(
     config: PPOConfig, folder: str, tokenizer: PreTrainedTokenizerBase, longest: int
 ) -> None:
-    """Check that the folder holds a reward model that can score what the actor writes. `longest`:
-    tokens of a prompt and its response."""
+    """Check that the folder holds a reward model that can score what the actor writes with
+    `tokenizer`. `longest`: tokens of a prompt and its response."""
     flag, _ = config.models["reward"]
     with naming(flag):
         check_sequence_classifier(folder, new_head=False)
@@ -328,8 +329,9 @@ def derived_batch_sizes(config: PPOConfig, plan: PPOPlan) -> dict[str, int]:
 def inputs_of(
     config: PPOConfig, folders: ModelFolders, rows: TokenRows, texts: TextBatches | None
 ) -> RunInputs:
-    """The inputs of step 3. Without --ref_model_name_or_path, the reference is loaded from the
-    actor's folder."""
+    """What a run of step 3 reads: models, rows, plain `texts`, and files of the user. Without
+    --ref_model_name_or_path there is no entry for the reference, which is loaded from the actor's
+    folder."""
     models = []
     for role, folder in vars(folders).items():
         if isinstance(folder, str):
@@ -364,8 +366,9 @@ def inputs_of(
 def plain_texts(
     config: PPOConfig, plan: PPOPlan, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> TextBatches | None:
-    """Plain text for the PTX loss, in blocks as long as the longest row; None if the flags name
-    none."""
+    """Plain text for the PTX loss, in blocks of as many tokens as the longest row, for batches on
+    `device`; None if the flags name none. `plan` gives the rows of an optimizer step and of a
+    micro-batch."""
     ppo = config.ppo
     if ppo.unsupervised_dataset_name is None:
         return None

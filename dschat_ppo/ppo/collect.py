@@ -186,7 +186,8 @@ class ExperienceCollection:
         return PendingScores(pending, greedy)
 
     def _greedy_scores(self, prompts: Prompts, step: int) -> Scores:
-        """Scores of the greedy response to each prompt, repeated for each of its rows (B,)."""
+        """Scores of the greedy response to each of this rank's prompts, which is sampled here,
+        repeated for each of its rows (B,). `step`: the PPO step. Collective."""
         with self.clock.phase("rollout"):
             rollout = self.sampler.sample(
                 prompts.rows,
@@ -210,8 +211,15 @@ class ExperienceCollection:
     def forward_passes(
         self, rollout: Rollout, pending: PendingScores, prompts: Prompts
     ) -> ScoredRollout:
-        """Add log-probs, KL and values, on-policy the reference's alone, while functions and
-        services score; then the scores. Collective."""
+        """Add log-probs, KL and values to the rows of a rollout, on-policy what the reference gives
+        alone, while functions and services score; then wait for the scores and add them.
+        Collective.
+
+        Args:
+            rollout: responses to `prompts`, (B, R).
+            pending: what `reward` has begun for them.
+            prompts: those of this rank.
+        """
         samples = self.plan.samples
         device = rollout.prompt_ids.device
         with self.clock.phase("score"):
@@ -240,8 +248,8 @@ class ExperienceCollection:
         )
 
     def _teachers(self, prompts: Prompts) -> Tensor | None:
-        """(B,) int64, the index of the teacher of each row, -1 where there is none; None if one
-        teaches all rows."""
+        """(B,) int64, the index of the teacher of each row of these prompts, -1 where there is
+        none; None if one teaches all rows."""
         routes = [sources for sources, _ in self.config.teacher.teachers]
         if not any(routes):
             return None

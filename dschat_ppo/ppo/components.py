@@ -86,15 +86,17 @@ class PPOComponents:
         self.nonfinite = NonFinitePolicy(config.safety, ReproBundles(config, data.tokenizer))
         seed = config.run.seed
         prompts = data.rows.train
-        # before the seeds are set: its self-check draws random numbers
+        # The sampler is built before the seeds are set, since its self-check draws random numbers.
         sampler = RolloutSampler(
             config.ppo, engines.hybrid, prompts, data.tokenizer, seed, episodes
         )
         seed_this_rank(seed)
         self.minimum_length = sampler.config.stopping.minimum_length
-        # before the forward passes and the updates, which compute what it says
+        # The source of old log-probs is chosen before the forward passes and the updates are built,
+        # since it says which of them compute the log-probs.
         self.old_logprobs = self._choose_old_logprobs()
-        # before the pool, which compares scores as the advantages see them
+        # The advantages come before the collection's pool of groups, which compares scores as the
+        # advantages see them.
         self.advantage_computation = self._build_advantages(rewards)
         requests = RewardRequests(rewards, prompts, data.tokenizer, episodes)
         self.collection = self._build_collection(sampler, requests)
@@ -105,7 +107,7 @@ class PPOComponents:
             seed,
             share_prompts(engines.actor, engines.critic),
         )
-        # before the updates, which read its value at each of them
+        # The coefficient comes before the updates, each of which reads its value.
         self.entropy_coef = self._build_entropy_coef()
         self.updates = PPOUpdate(
             config,

@@ -265,7 +265,8 @@ class Evaluation:
 
     def run(self, step: int) -> dict[str, float]:
         """Sample responses to all prompts, write them, and save models that are trained and the
-        best so far; returns the metrics. Collective."""
+        best so far; returns the metrics. `step`: finished PPO steps; at 0 no model is saved.
+        Collective. `StorageError` if the responses cannot be written."""
         prompts = self.requests.prompts
         batches = optimizer_steps(
             range(len(prompts)), self.flags.eval_batch_size, 1, dist.world_size(), dist.rank()
@@ -309,7 +310,8 @@ class Evaluation:
                 self.best = (score, 0)
 
     def _evaluated(self, prompts: Dataset, indices: list[int], step: int) -> list[EvaluatedPrompt]:
-        """The prompts at `indices` with responses and their scores. Collective."""
+        """The prompts at `indices` with responses and their scores. `step`: finished PPO steps, for
+        rewards and environments; the seeds do not depend on it. Collective."""
         samples = self.config.samples
         first = indices[0] * samples  # so that responses depend neither on batches nor on ranks
         rollout = self.sampler.sample(

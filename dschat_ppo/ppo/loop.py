@@ -26,8 +26,18 @@ def run(
     checkpointer: CheckpointManager,
     trace: StepTrace = NO_TRACE,
 ) -> None:
-    """Run the PPO steps that are left, starting at the position in `ppo.state`; `trace` records one
-    of them. After `StopRequested` and `UnhealthyRun` the state is saved."""
+    """Run the PPO steps that are left, starting at the position in `ppo.state`. Collective.
+
+    Args:
+        ppo: what the steps are made with; its state moves on with each update and each step.
+        report: takes the metrics of each step, and evaluates.
+        checkpointer: saves the state where that is due.
+        trace: records one of the steps.
+
+    Raises:
+        StopRequested: the run was asked to stop; its state is saved.
+        UnhealthyRun: `--stop_on_health` ends the run; its state is saved.
+    """
     first = ppo.state.steps + 1  # a resumed run may enter in the middle of a step
     for step in trace.around(range(first, ppo.plan.ppo_steps + 1), first):
         announce_step(step)
@@ -49,8 +59,10 @@ def run(
 def make_experience(
     ppo: PPOComponents, step: int, checkpointer: CheckpointManager
 ) -> Experience | None:
-    """Sample responses with the current policy and score them; the same rows on every rank. None if
-    no response has a score or a number is not finite: then this PPO step has no updates."""
+    """Sample responses with the current policy and score them; the same rows on every rank, which
+    `ppo.state` keeps for the updates. None if no response has a score or a number is not finite:
+    then this PPO step has no updates. `checkpointer` saves the state if a stop is requested
+    meanwhile. Collective."""
     collection = ppo.collection
     rows = None
     with collection.cancelled_on_stop(checkpointer):
@@ -83,8 +95,8 @@ def make_experience(
 
 
 def update(ppo: PPOComponents, minibatch: MiniBatch, step: int) -> None:
-    """Make one optimizer step of actor and critic; each micro-batch holds (b, R) tensors of this
-    rank's rows."""
+    """Make one optimizer step of actor and critic, and count it in `ppo.state`; each micro-batch
+    holds (b, R) tensors of this rank's rows. Collective."""
     objectives = []
     if step > ppo.plan.warmup_rollouts:  # critic warm-up: until then, only the critic trains
         # clipped ratio x advantage, entropy, KL, PTX

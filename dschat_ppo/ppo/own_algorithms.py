@@ -157,13 +157,13 @@ def _try(
 def _check_estimator(function: Callable[..., Any], rows: Experience) -> None:
     """Check that an estimator returns advantages and returns of the made-up rows."""
     inputs = AdvantageInputs(
-        rows.rewards,
-        None,
-        rows.response_mask,
-        rows.groups,
-        None,
-        0.9,
-        0.9,
+        rewards=rows.rewards,
+        values=None,
+        response_mask=rows.response_mask,
+        groups=rows.groups,
+        baselines=None,
+        gamma=0.9,
+        lam=0.9,
         scores=rows.scores,
         source_scores=rows.source_scores,
         source_weights=torch.ones(1).double(),

@@ -109,7 +109,8 @@ def _actions(
     tools: list[Any],
 ) -> list[_Action]:
     """The actions of a response, which are the runs of True in its `mask`; the other tokens of
-    `ids` are observations. `prompt`: the last tokens of the prompt."""
+    `ids` are observations. `prompt`: the last tokens of the prompt, which tell whether a thought is
+    open. `tools`: those that the row's actions may call."""
     actions = []
     before = prompt
     start = 0

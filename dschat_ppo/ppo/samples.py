@@ -75,8 +75,15 @@ def sample_lines(
     sources: Sequence[str],
     data_sources: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """What `samples.jsonl` says of each row (on the CPU), without the step; for the names, see
-    `Samples`. The score of a row that left its group is NaN, and its KL None."""
+    """What `samples.jsonl` says of each row, without the step. The score of a row that left its
+    group is NaN, and its KL None.
+
+    Args:
+        rows: with scores, on the CPU.
+        tokenizer: decodes prompts and responses.
+        sources: names of the K reward sources.
+        data_sources: names of the data sets; with one, lines do not name it.
+    """
     prompts = texts_of(tokenizer, rows.prompt_ids, rows.prompt_mask, skip_special_tokens=True)
     answers = episode_texts(tokenizer, rows)
     lengths = rows.response_mask.sum(dim=1)  # (B,)

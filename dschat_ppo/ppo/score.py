@@ -159,7 +159,8 @@ class ForwardPasses:
         return select_rows(concat_rows(results[:count]), rank_rows)
 
     def _micro_batch(self, rows: ForwardedRollout) -> ForwardedRollout:
-        """One forward pass of each model; every tensor is (b, R)."""
+        """The rows of a micro-batch with what one forward pass of each model gives; every tensor
+        is (b, R). The models are in eval mode already."""
         has_full_kl = self.kl_estimator == "full" and self.reference is not None
         reference = None
         if self.reference is not None:

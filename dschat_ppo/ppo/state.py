@@ -59,9 +59,9 @@ class PPOState:
         self.updates_ended = False
 
     def count_update(self, outcome: Outcome) -> None:
-        """Count an optimizer step and its metrics, and keep the old log-probs that it has computed.
-        The first one of a PPO step also gives the log ratios of a policy that has not moved yet.
-        Collective in the first one."""
+        """Count an optimizer step with the metrics of its `outcome`, keep the old log-probs that it
+        has computed, and drop the critic's pass that it has used. The first one of a PPO step also
+        gives the log ratios of a policy that has not moved yet. Collective in the first one."""
         self.critic_pass = None
         if outcome.logprobs is not None and self.experience is not None:
             old_logprobs = outcome.logprobs.gathered(self.experience)  # (N, R)

@@ -53,7 +53,8 @@ class Teachers:
     def _outputs(
         self, rows: ForwardedRollout, keeps_layer: bool
     ) -> Iterator[tuple[Tensor, ResponseLogprobs]]:
-        """For each teacher the indices of its rows, (n,) int64, and its forward pass over them.
+        """For each teacher the indices of its rows, (n,) int64, and its forward pass over them;
+        with `keeps_layer` also what its whole distributions are computed from.
 
         Every teacher runs on every rank, because its layers may be gathered: where it has no row,
         on the first one without its response.

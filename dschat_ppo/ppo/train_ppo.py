@@ -110,8 +110,8 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
 def build_components(
     config: PPOConfig, begun: BegunPPO, engines: RLHFEngine, at_end: ExitStack
 ) -> PPOComponents:
-    """The components of step 3, with its rewards and environments, which `at_end` closes.
-    Collective."""
+    """The components of step 3 over the models in `engines` and the data in `begun`, with rewards
+    and environments that this starts, and that `at_end` closes. Collective."""
     tokenizer = begun.data.tokenizer
     learned = learned_reward(config, engines, tokenizer, begun.plan.micro_batch_tokens)
     episodes = None
@@ -138,8 +138,17 @@ def train_policy(
     evaluation: Evaluation | None,
     kept_models: KeptModels,
 ) -> PPOReport:
-    """Run the PPO steps that are left, from the checkpoint if there is one; returns what reports
-    them. Collective."""
+    """Run the PPO steps that are left, with metrics, samples and checkpoints; returns what reports
+    them. Collective.
+
+    Args:
+        config: the flags.
+        begun: the run before its models were loaded.
+        session: restores the components from the run's checkpoint, if it has one.
+        components: what trains.
+        evaluation: scores held-out prompts, before training too; None: there are none.
+        kept_models: saves models during training.
+    """
     health = HealthWatch(config.health)
     lines = JsonLines(begun.output / SAMPLES)
     samples = Samples(
@@ -213,9 +222,11 @@ def save_models(
         save_model(engines.actor, tokenizer, folder, weights=average, form=forms["actor"])
     if engines.critic is not None:
         # A critic that started from a reward model does not keep what describes that model's
-        # scores.
-        described = dict.fromkeys((*STATISTICS, SEPARATOR))
-        save_model(engines.critic, tokenizer, output / "critic", described, form=forms["critic"])
+        # scores; None removes an entry.
+        removed_entries = dict.fromkeys((*STATISTICS, SEPARATOR))
+        save_model(
+            engines.critic, tokenizer, output / "critic", removed_entries, form=forms["critic"]
+        )
 
 
 def show_result(result: dict[str, Any], output: Path, start: str, resumed: bool) -> None:
@@ -243,7 +254,8 @@ def show_result(result: dict[str, Any], output: Path, start: str, resumed: bool)
 def learned_reward(
     config: PPOConfig, engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, batch_tokens: int
 ) -> ModelReward | None:
-    """The reward model as a reward source, or None if there is none."""
+    """The reward model as a reward source, or None if there is none. `tokenizer` is the actor's;
+    `batch_tokens`: most tokens of a forward pass of the reward model."""
     if engines.reward is None:
         return None
     flag, name = config.models["reward"]

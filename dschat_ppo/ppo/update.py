@@ -103,8 +103,10 @@ class PPOUpdate:
         )
 
     def actor_objective(self, minibatch: MiniBatch[Experience]) -> EngineObjective:
-        """The policy loss of the experience and, with PTX, the loss of plain text in the same
-        optimizer step. Collective with `--router_loss_coef`, whose term is over the experience."""
+        """The policy loss of the `minibatch` and, with PTX, the loss of plain text in the same
+        optimizer step, for which this takes the next texts. Nothing is computed yet, but with
+        `--router_loss_coef` the load of the experts, by forward passes over the mini-batch;
+        collective then."""
         texts: list[SFTBatch] = []
         text_tokens = torch.ones(())
         if self.texts:
@@ -169,9 +171,9 @@ class PPOUpdate:
         )
 
     def minimise(self, objectives: Sequence[EngineObjective], step: int) -> Outcome:
-        """Forward, backward and one update of each engine; the actor's objective, if there is one,
-        is the first. `NonFiniteError` if a loss or gradient is not finite, and the run is to stop.
-        Collective.
+        """Forward, backward and one update of each engine of the `objectives`, of which that of the
+        actor, if there is one, is the first. `NonFiniteError` if a loss or gradient is not finite,
+        and the run is to stop. Collective.
 
         An actor's update that `--max_log_ratio` forbids skips the critic's as well; `--target_kl`
         makes an update the PPO step's last one. Both compare the policy in this forward pass with

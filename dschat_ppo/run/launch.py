@@ -81,7 +81,8 @@ _ADVICE = {  # by phase; the cheapest flag first
 def run_step(
     parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None], argv: Sequence[str]
 ) -> int:
-    """Parse `argv`, train, and return the exit code (`common/exit_codes.py`).
+    """Call `train` with the configuration that `parse` makes of `argv`, and return the exit code
+    (`common/exit_codes.py`). Whatever it raises is reported here.
 
     For `UserError`, `NonFiniteError` and `UnhealthyRun` rank 0 prints the message of the exception.
     For any other the first rank that fails prints its rank, phase, step and traceback. Ranks that
@@ -151,8 +152,9 @@ def _report_user_error(
 
 
 def _report_failure(record: FirstFailureRecord, problem: BaseException) -> int:
-    """Print message and traceback if this rank fails first. The loss of another rank needs no
-    traceback. Returns the exit code."""
+    """Print message and traceback of `problem` if this rank is the first to fail in the `record` of
+    all ranks, else write them to its log file. The loss of another rank needs no traceback. Returns
+    the exit code."""
     code = exit_code(problem)
     rank_lost = peer_disconnected(problem) or bool(record.lost_ranks())
     if rank_lost:

@@ -174,9 +174,11 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def check_earlier_outputs(folder: Path, config: StepConfig) -> None:
-    """Accept only outputs from which this run may resume, or of the same run before its first
-    checkpoint. `StopRequested` if the same run has finished there; nothing is left to do. Where
-    there is a checkpoint to resume from, `find_checkpoint` decides. On rank 0."""
+    """Accept in the output folder only outputs from which this run may resume, or of the same run
+    before its first checkpoint, whose metrics get another name. `StopRequested` if the same run has
+    finished there; nothing is left to do. Where there is a checkpoint to resume from,
+    `find_checkpoint` decides. Files and checkpoints that were not finished are removed. On rank
+    0."""
     store = CheckpointFolder(folder)
     store.clear_partials()
     clear_partials(folder)

@@ -154,7 +154,7 @@ def open_store(address: str, port: int) -> TCPStore:
 
 def connect(address: str, port: int) -> TCPStore:
     """The store that rank 0 has opened, for which this waits up to `JOIN_SECONDS`, with probes by a
-    plain connection: torch, which tries to connect again and again, would print stack traces of
+    plain connection: torch alone would try to connect again and again, and print stack traces of
     C++."""
     main_rank = f"rank 0 at {address}, port {port}"
     limit = timedelta(seconds=_TRY_SECONDS)

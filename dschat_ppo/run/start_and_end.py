@@ -204,9 +204,17 @@ def show_end(
     command: str,
     resumed: bool = False,
 ) -> None:
-    """Log what the run has reached, where its models are, and what to run next. `steps`: such as
-    "250 optimizer steps"; `seconds` are of this start of the run. `changes`: name -> (value before
-    training, value after it)."""
+    """Log what the run has reached, where its models are, and what to run next.
+
+    Args:
+        title: name of the step.
+        steps: such as "250 optimizer steps".
+        seconds: since this start of the run.
+        changes: name -> (value before training, value after it).
+        saved: folders of the models.
+        command: to run next.
+        resumed: whether an earlier start made some of the steps.
+    """
     trained = f"{steps} in {duration(seconds)}"
     if resumed:
         trained = f"{steps}, {duration(seconds)} since it resumed"
