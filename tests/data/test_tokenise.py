@@ -556,3 +556,8 @@ def test_the_first_token_and_the_opening_of_the_answer_are_kept(policy, limit, e
     assert (row.prompt, done) == (expected, P)
     # a longer opening
     assert fitted([0, 1, 2, 3, 4, 8, 5, 6], [[99]], 5, policy, of=chat)[0].prompt == [0, 8, 5, 6]
+    # special tokens two tokens apart belong together, and three tokens apart not
+    near = [0, 1, 2, 8, 3, 4, 8]
+    far = [0, 1, 8, 2, 3, 4, 8]
+    assert fitted(near, [[99]], 6, "right", of=chat)[0].prompt == [0, 8, 3, 4, 8]
+    assert fitted(far, [[99]], 6, "right", of=chat)[0].prompt == [0, 1, 8, 2, 8]

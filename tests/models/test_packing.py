@@ -93,6 +93,18 @@ def test_a_layout_by_hand():
     assert rows.offsets[2, :9].tolist() == first
 
 
+def test_the_token_at_the_offset_of_each_column_is_that_of_the_row():
+    """Also where a row leaves tokens to another one than the row before it."""
+    lengths = torch.tensor([12, 12, 13, 5, 12])
+    ids = torch.randint(100, (5, 13), generator=torch.Generator().manual_seed(1))
+    ids[[1, 4], :10] = ids[2, :10].clone()
+    rows = lay_out(ids, lengths, packs=False, shares=True)
+    assert len(rows.slots) == int(lengths.sum()) - 2 * 10
+    packed = ids.flatten()[rows.slots]
+    for row, length in enumerate(lengths.tolist()):
+        assert packed[rows.offsets[row, :length]].tolist() == ids[row, :length].tolist()
+
+
 def most_saved(words: list[list[int]]) -> int:
     """The most tokens that groups of neighbours among sorted rows can leave out, by trying every
     division of them."""
