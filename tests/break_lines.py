@@ -14,8 +14,10 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +72,7 @@ def run_test(test: str, copy: Path) -> int:
     """The exit code of pytest, in a process of its own."""
     child = os.fork()
     if child == 0:
+        os.setsid()
         os.chdir(copy)
         sys.path[0] = str(copy)
         os.environ["PYTHONPATH"] = str(copy)
@@ -82,7 +85,11 @@ def run_test(test: str, copy: Path) -> int:
             code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", test])
         finally:
             os._exit(int(code))
-    _, status = os.waitpid(child, 0)
+    try:
+        _, status = os.waitpid(child, 0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # processes that a failed test leaves
     return os.waitstatus_to_exitcode(status)
 
 
