@@ -110,13 +110,13 @@ class PPOComponents:
         # The coefficient comes before the updates, each of which reads its value.
         self.entropy_coef = self._build_entropy_coef()
         self.updates = PPOUpdate(
-            config,
-            self.minimum_length,
-            engines,
-            data.texts,
-            self.entropy_coef,
-            self.nonfinite,
-            self.clock,
+            config=config,
+            minimum_length=self.minimum_length,
+            engines=engines,
+            texts=data.texts,
+            entropy_coef=self.entropy_coef,
+            nonfinite=self.nonfinite,
+            clock=self.clock,
         )
 
     def _choose_old_logprobs(self) -> OldLogprobs:
@@ -135,14 +135,14 @@ class PPOComponents:
         if config.teacher_gives_rewards:
             distill_coef = config.distill_coef
         return AdvantageComputation(
-            config.algorithm,
-            config.ppo.max_answer_seq_len,
-            config.run.seed,
-            config.score_clip,
-            self.plan.warmup_rollouts,
-            config.environment.to_go_weight,
-            distill_coef,
-            [weight for _, weight in rewards.sources],
+            flags=config.algorithm,
+            max_length=config.ppo.max_answer_seq_len,
+            seed=config.run.seed,
+            score_clip=config.score_clip,
+            warmup_rollouts=self.plan.warmup_rollouts,
+            to_go_weight=config.environment.to_go_weight,
+            distill_coef=distill_coef,
+            source_weights=[weight for _, weight in rewards.sources],
         )
 
     def _build_collection(
@@ -150,14 +150,14 @@ class PPOComponents:
     ) -> ExperienceCollection:
         """What samples and scores the responses of a PPO step."""
         return ExperienceCollection(
-            self.config,
-            self.plan,
-            sampler,
-            requests,
-            self._build_forward_passes(),
-            self._build_group_pool(),
-            self.clock,
-            len(self.data_sources) > 1,
+            config=self.config,
+            plan=self.plan,
+            sampler=sampler,
+            requests=requests,
+            passes=self._build_forward_passes(),
+            pool=self._build_group_pool(),
+            clock=self.clock,
+            several_data_sets=len(self.data_sources) > 1,
         )
 
     def _build_forward_passes(self) -> ForwardPasses:
@@ -174,16 +174,16 @@ class PPOComponents:
         if config.teacher_gives_rewards:
             teachers = teachers_of(config, engines.teachers, engines.reference, self.minimum_length)
         return ForwardPasses(
-            engines.actor,
-            reference,
-            critic,
-            config.ppo.temperature,
-            self.plan.micro_batch_tokens,
-            self.old_logprobs,
-            config.algorithm.kl_estimator,
-            self.minimum_length,
-            teachers,
-            self.clock,
+            actor=engines.actor,
+            reference=reference,
+            critic=critic,
+            temperature=config.ppo.temperature,
+            micro_batch_tokens=self.plan.micro_batch_tokens,
+            old_logprobs=self.old_logprobs,
+            kl_estimator=config.algorithm.kl_estimator,
+            minimum_length=self.minimum_length,
+            teachers=teachers,
+            clock=self.clock,
         )
 
     def _build_group_pool(self) -> GroupPool | None:
@@ -255,8 +255,9 @@ class PPOComponents:
         return None
 
     def _experience_metrics(self, scored_rows: Experience, rollout_count: int) -> dict[str, float]:
-        """The metrics of a PPO step before its updates: of its collection, of the rows that have a
-        score, and the rates of the updates. `rollout_count`: all rows, with or without a score."""
+        """The metrics of a PPO step before its updates: of its collection, of `scored_rows`, which
+        are all rows with a score, and the rates of the updates. `rollout_count`: all rows, with or
+        without a score."""
         computation = self.advantage_computation
         scores_around_clip = None
         if computation.score_clip:

@@ -39,7 +39,8 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple
 def generation_config(
     flags: PPOFlags, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 ) -> GenerationConfig:
-    """Sampling parameters, stopping criteria and engine that the flags ask for."""
+    """Sampling parameters, stopping criteria and engine that the flags ask for. A response ends
+    with what ends the turns of `tokenizer` and `model` (`end_ids`), and where flags say so."""
     decode = None
     if flags.stop_strings:
         decode = tokenizer.batch_decode

@@ -61,7 +61,17 @@ class RolloutSampler:
         seed: int,
         episodes: EpisodeRollouts | None = None,
     ):
-        """Check the generation engine on the model. Collective."""
+        """Choose the generation engine, and check it on the model. Draws random numbers, so seeds
+        that later numbers depend on are set after it. Collective.
+
+        Args:
+            flags: how responses are generated.
+            hybrid: switches the actor to generation.
+            prompts: token rows of training.
+            tokenizer: the actor's.
+            seed: of the run.
+            episodes: runs environments and tools; None: a response is one turn.
+        """
         self.episodes = episodes
         self.hybrid = hybrid
         self.prompts = prompts

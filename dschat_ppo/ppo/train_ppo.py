@@ -241,13 +241,13 @@ def show_result(result: dict[str, Any], output: Path, start: str, resumed: bool)
     ppo_steps = counted(result["ppo_steps"], "PPO step")
     updates = counted(result["optimizer_steps"], "update")
     show_end(
-        "PPO",
-        f"{ppo_steps}, {updates}",
-        result["seconds"],
-        changes_of(result, labels),
-        saved_folders,
-        chat,
-        resumed,
+        title="PPO",
+        steps=f"{ppo_steps}, {updates}",
+        seconds=result["seconds"],
+        changes=changes_of(result, labels),
+        saved=saved_folders,
+        command=chat,
+        resumed=resumed,
     )
 
 
@@ -278,7 +278,8 @@ def learned_reward(
 def build_evaluation(
     config: PPOConfig, ppo: PPOComponents, data: PPOData, kept_models: KeptModels
 ) -> Evaluation | None:
-    """The evaluation on the held-out prompts; None if there are none."""
+    """The evaluation of the actor of `ppo` on the held-out prompts of `data`, which has the best
+    models saved by `kept_models`; None if there are no prompts."""
     if data.rows.eval is None:
         return None
     flags = config.validation
@@ -298,11 +299,11 @@ def build_evaluation(
             old_logprobs = "recompute"
         passes = replace(collection.passes, critic=None, teachers=None, old_logprobs=old_logprobs)
     return Evaluation(
-        flags,
-        collection.sampler,
-        requests,
-        passes,
-        kept_models.output,
-        kept_models.save_best,
-        data.rows.eval_sources,
+        flags=flags,
+        sampler=collection.sampler,
+        requests=requests,
+        passes=passes,
+        folder=kept_models.output,
+        save_best=kept_models.save_best,
+        data_sources=data.rows.eval_sources,
     )

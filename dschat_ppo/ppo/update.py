@@ -80,7 +80,6 @@ class PPOUpdate:
     def __post_init__(self) -> None:
         """Build the loss of the actor."""
         flags = self.config.algorithm
-        temperature = self.config.ppo.temperature
         actor = self.engines.actor
         coef = flags.router_loss_coef
         self.router = None
@@ -93,13 +92,13 @@ class PPOUpdate:
                 self.config, self.engines.teachers, reference, self.minimum_length
             )
         self.actor_loss = ActorLoss(
-            actor,
-            full_kl_reference(self.config, reference, self.minimum_length),
-            flags,
-            temperature,
-            self.minimum_length,
-            teachers,
-            self.config.distill_loss_coef,
+            actor=actor,
+            reference=full_kl_reference(self.config, reference, self.minimum_length),
+            flags=flags,
+            temperature=self.config.ppo.temperature,
+            minimum_length=self.minimum_length,
+            teachers=teachers,
+            distill_coef=self.config.distill_loss_coef,
         )
 
     def actor_objective(self, minibatch: MiniBatch[Experience]) -> EngineObjective:
@@ -148,7 +147,13 @@ class PPOUpdate:
         if self.minimum_length is not None:
             constants["minimum_length"] = (self.minimum_length.ids, self.minimum_length.minimum)
         return EngineObjective(
-            "actor", actor, [*minibatch.micro_batches, *texts], loss, sums, constants, recorded
+            role="actor",
+            engine=actor,
+            batches=[*minibatch.micro_batches, *texts],
+            loss=loss,
+            sums=sums,
+            constants=constants,
+            recorded=recorded,
         )
 
     def critic_objective(
@@ -156,8 +161,8 @@ class PPOUpdate:
         minibatch: MiniBatch[RewardedRollout] | MiniBatch[Experience],
         recorded: RecordedTokens | None = None,
     ) -> EngineObjective:
-        """The value loss of the experience. `recorded` receives the values, of rows that have
-        none."""
+        """The value loss of the `minibatch`; nothing is computed yet. `recorded` receives the
+        values of the pass, where scoring has computed none."""
         critic = self.engines.critic
         flags = self.config.algorithm
         sums = MetricSums()
@@ -167,7 +172,13 @@ class PPOUpdate:
             return critic_loss(critic, rows, minibatch, flags, sums, recorded)
 
         return EngineObjective(
-            "critic", critic, minibatch.micro_batches, loss, sums, _constants(minibatch), recorded
+            role="critic",
+            engine=critic,
+            batches=minibatch.micro_batches,
+            loss=loss,
+            sums=sums,
+            constants=_constants(minibatch),
+            recorded=recorded,
         )
 
     def minimise(self, objectives: Sequence[EngineObjective], step: int) -> Outcome:

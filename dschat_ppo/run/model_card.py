@@ -95,8 +95,9 @@ def _method(config: StepConfig, role: str) -> tuple[str, bool]:
 
 
 def _usage(is_language_model: bool, is_adapter: bool, has_template: bool) -> str:
-    """A section with a code block that loads the model and uses it once. Text after a chat template
-    has its special tokens already; other text ends with EOS if it is to be scored."""
+    """A section with a code block that loads the model, or the adapter with its base, and uses it
+    once: a language model (`is_language_model`) generates, another one scores. Text after a chat
+    template has its special tokens already; other text ends with EOS if it is to be scored."""
     library, kind, settings = _LOADED[is_language_model, is_adapter]
     imports = ["from transformers import AutoTokenizer"]
     if library == "transformers":

@@ -261,8 +261,8 @@ class Session:
                 safety,
                 self.identity,
                 metrics,
-                saved,
-                f"run {command} to resume",
+                saved=saved,
+                how_to_resume=f"run {command} to resume",
             )
             yield metrics, checkpoints
             checkpoints.finish()

@@ -321,7 +321,7 @@ class Engines:
         self.log_ratios = torch.tensor(log_ratios)
         for name in ("accumulate", "apply", "apply_together", "critic_loss", "ptx_loss"):
             monkeypatch.setattr(update, name, getattr(self, name))
-        monkeypatch.setattr(update, "ActorLoss", lambda *_: self.actor_loss)
+        monkeypatch.setattr(update, "ActorLoss", lambda **_: self.actor_loss)
 
     def actor_loss(self, rows, minibatch, entropy_coef, sums, recorded):
         sums.add_mean(
