@@ -155,7 +155,7 @@ def _plan_command(args: argparse.Namespace, step_words: list[str]) -> None:
             on_gpu=args.device_memory > 0,
             fits=lambda in_fp32: not plan_of(in_fp32).missing,
         )
-        print(f"{number_format}\n")
+        print(f"{number_format}\n", file=sys.stderr if args.json else sys.stdout)
         step_words = [*step_words, "--dtype", number_format.dtype]
         config = step_config(args.step, step_words)
 

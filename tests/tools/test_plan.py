@@ -80,6 +80,9 @@ def test_json_has_the_plan_and_the_proposal_of_the_text(models, capsys):
     assert main(fits) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["fits"], plan["shortages"], plan["proposal"]) == (True, [], None)
+    assert main([*fits, "--dtype", "auto"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["fits"] and printed.err.startswith("dtype: ")
 
 
 def test_a_model_that_the_planner_does_not_understand_is_an_error(models, capsys, monkeypatch):
