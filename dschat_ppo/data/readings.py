@@ -101,7 +101,7 @@ class Trial:
         elif use in ("sft", "prompt"):
             changes = _with_names(columns, self.rows, use)
             for column in columns:
-                if any(_is_transcript(row.get(column)) for row in self.rows):
+                if any(_is_hh_transcript(row.get(column)) for row in self.rows):
                     ways.append(
                         f"'{column}' is a conversation in one text: --data_format FILE.py:FUNCTION"
                         " makes messages of it, as transcripts.py in docs/extending.md"
@@ -298,7 +298,7 @@ def _with_names(columns: list[str], rows: list[Row], use: Use) -> Iterator[dict[
             column.lower() in _DIALOGUES and any(isinstance(value, list) for value in values)
         ):
             yield {"messages_column": column}
-        if use == "sft" and any(map(_is_transcript, values)):
+        if use == "sft" and any(map(_is_hh_transcript, values)):
             yield {"data_format": "text", "response_column": column}
     prompts = list(_named(columns, rows, _PROMPTS))
     if use == "prompt":
@@ -343,7 +343,7 @@ def _has_content(column: str, rows: list[Row]) -> bool:
     return not is_switch(values) and any(is_content(column, value) for value in values)
 
 
-def _is_transcript(value: Any) -> bool:
+def _is_hh_transcript(value: Any) -> bool:
     """Whether a text has turns that begin with the names of a user and of an assistant."""
     return isinstance(value, str) and all(map(value.lower().__contains__, ("user:", "assistant:")))
 
