@@ -90,7 +90,7 @@ def test_peft_transformers_and_this_project_load_what_was_saved(assets, tmp_path
         exact.append(AutoModelForCausalLM.from_pretrained(folder))
     exact.append(load_causal_lm(str(folder), "fp32", None, ModelChanges(adapter=VARIANTS[variant])))
     for each in exact:
-        torch.testing.assert_close(logits(each), logits(model), rtol=0, atol=1e-5)
+        torch.testing.assert_close(logits(each), logits(model), rtol=0, atol=3e-5)
     assert model_folder(str(folder), "--m") == str(folder)
     assert load_config(str(folder), "--m").hidden_size == 32
     loaded = load_causal_lm(str(folder), "fp32", None)
@@ -386,7 +386,7 @@ def test_an_adapter_that_continues_keeps_its_scale(once, said):
     again = load_causal_lm(
         folder, "fp32", None, ModelChanges(adapter=settings(4, 32.0, 0.5, "q_proj", True))
     )
-    torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=3e-5)
     kept = f"model: the adapter in {folder} is trained further with its layers and scale"
     assert said[-2] == f"{kept}; --lora_module_name, --use_rslora without effect", (
         "32 is the default of --lora_alpha"
