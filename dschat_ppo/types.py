@@ -8,12 +8,15 @@ padding may hold any id.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+from dschat_ppo.features import hooks
 
 Rows = TypeVar(
     "Rows",
@@ -27,15 +30,27 @@ Rows = TypeVar(
 
 Record = TypeVar("Record")
 
-# Fields of shape (B, P), and fields with one entry per row; all other fields are (B, R).
-PROMPT_MASKS = ("prompt_mask", "teacher_prompt_mask")
-LEFT_PADDED = ("prompt_ids", "teacher_prompt_ids", *PROMPT_MASKS)
+ColumnKind = Literal["row", "token", "prompt", "prompt_mask"]
+
+# Columns of features, which records hold in `extra` -> "row": one entry per row; "token": (B, R);
+# "prompt" and "prompt_mask": (B, P), left-padded.
+FEATURE_COLUMNS: dict[str, ColumnKind] = {}
+for columns_of_feature in hooks("columns.COLUMNS"):
+    FEATURE_COLUMNS |= columns_of_feature
+
+
+def _feature_columns(*kinds: ColumnKind) -> tuple[str, ...]:
+    """The columns of features of these kinds."""
+    return tuple(name for name, kind in FEATURE_COLUMNS.items() if kind in kinds)
+
+
+# Columns of shape (B, P), and columns with one entry per row; all others are (B, R).
+PROMPT_MASKS = ("prompt_mask", *_feature_columns("prompt_mask"))
+LEFT_PADDED = ("prompt_ids", *_feature_columns("prompt"), *PROMPT_MASKS)
 PER_ROW = (
-    "teachers",
+    *_feature_columns("row"),
     "episode_lengths",
     "finish_reason",
-    "failed",
-    "episode_ids",
     "left_group",
     "source_scores",
     "scores",
@@ -88,16 +103,8 @@ class Rollout:
     # (B,) int64, tokens of an episode after its prompt, chosen or observed; None where there are no
     # observations
     episode_lengths: Tensor | None = field(default=None, kw_only=True)
-    # (B, R) fp32, on the last token of each action
-    turn_rewards: Tensor | None = field(default=None, kw_only=True)
-    # (B,) bool, True where the environment failed
-    failed: Tensor | None = field(default=None, kw_only=True)
-    # (B,) int64, key of the row's episode in `EpisodeRollouts.messages`
-    episode_ids: Tensor | None = field(default=None, kw_only=True)
-    # (B, P) as `prompt_ids` and `prompt_mask`: what a teacher reads in their place, where it reads
-    # something else
-    teacher_prompt_ids: Tensor | None = field(default=None, kw_only=True)
-    teacher_prompt_mask: Tensor | None = field(default=None, kw_only=True)
+    # columns of features, by name (`FEATURE_COLUMNS`)
+    extra: dict[str, Tensor] = field(default_factory=dict, kw_only=True)
 
     @property
     def response_lengths(self) -> Tensor:
@@ -133,10 +140,6 @@ class ForwardedRollout(Rollout):
     groups: Tensor  # (B,) int64, index of the row's prompt among all prompts of the run
     # (B,) int64, index of the prompt's data set
     data_sources: Tensor | None = field(default=None, kw_only=True)
-    # (B,) int64, index of the row's teacher, -1: none
-    teachers: Tensor | None = field(default=None, kw_only=True)
-    # (B, R) fp32, log-probs under the teacher
-    teacher_logprobs: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def policy_logprobs(self) -> Tensor:
@@ -231,14 +234,30 @@ def chosen_columns(rows: Rollout, width: int, shift: int = 0) -> Tensor:
 
 
 def tensors_of(rows: Any) -> dict[str, Tensor]:
-    """The fields of a record as name -> tensor, without those that are None."""
+    """The columns of a record as name -> tensor, with those of features, without those that are
+    None."""
     columns = {f.name: getattr(rows, f.name) for f in fields(rows)}
+    columns |= columns.pop("extra", {})
     return {name: column for name, column in columns.items() if column is not None}
 
 
 def record_of(kind: type[Record], tensors: dict[str, Tensor]) -> Record:
     """The inverse of `tensors_of`; missing fields are None."""
-    return kind(**{f.name: tensors.get(f.name) for f in fields(kind)})  # type: ignore[arg-type]
+    columns: dict[str, Any] = {f.name: tensors.get(f.name) for f in fields(kind)}  # type: ignore[arg-type]
+    if "extra" in columns:
+        columns["extra"] = {name: tensors[name] for name in FEATURE_COLUMNS if name in tensors}
+    return kind(**columns)
+
+
+def with_columns(rows: Record, tensors: Mapping[str, Tensor]) -> Record:
+    """The record with these columns in place of its own; those of features by their names."""
+    of_features = {name: tensors[name] for name in tensors if name in FEATURE_COLUMNS}
+    changes: dict[str, Any] = {
+        name: column for name, column in tensors.items() if name not in FEATURE_COLUMNS
+    }
+    if of_features:
+        changes["extra"] = {**vars(rows)["extra"], **of_features}
+    return replace(rows, **changes)  # type: ignore[type-var]
 
 
 def select_rows(rows: Rows, index: Tensor) -> Rows:
@@ -258,7 +277,7 @@ def select_rows(rows: Rows, index: Tensor) -> Rows:
             selected[name] = column[:, column.shape[1] - prompt_width :]
         elif name not in PER_ROW:
             selected[name] = column[:, :response_width]  # (n, R) -> (n, response_width)
-    return replace(rows, **selected)
+    return with_columns(rows, selected)
 
 
 def pad_rows(rows: Rows, prompt_length: int, response_length: int) -> Rows:
@@ -271,19 +290,21 @@ def pad_rows(rows: Rows, prompt_length: int, response_length: int) -> Rows:
             return torch.nn.functional.pad(value, (prompt_length - value.shape[1], 0))
         return torch.nn.functional.pad(value, (0, response_length - value.shape[1]))
 
-    return replace(rows, **{name: padded(name, value) for name, value in tensors_of(rows).items()})
+    return with_columns(
+        rows, {name: padded(name, value) for name, value in tensors_of(rows).items()}
+    )
 
 
 def repeat_rows(rows: Rows, times: int) -> Rows:
     """(B, ...) -> (B * times, ...): each row `times` times in a row."""
     columns = tensors_of(rows)
-    return replace(
-        rows, **{name: column.repeat_interleave(times, dim=0) for name, column in columns.items()}
+    return with_columns(
+        rows, {name: column.repeat_interleave(times, dim=0) for name, column in columns.items()}
     )
 
 
 def concat_rows(batches: list[Rows]) -> Rows:
-    """The rows of all batches in order, padded to common lengths. A field must be None in all
+    """The rows of all batches in order, padded to common lengths. A column must be in all
     batches or in none."""
     prompt_length = max(batch.prompt_ids.shape[1] for batch in batches)
     response_length = 0
@@ -294,13 +315,14 @@ def concat_rows(batches: list[Rows]) -> Rows:
     joined = {}
     for name in padded[0]:
         joined[name] = torch.cat([columns[name] for columns in padded])
-    return replace(batches[0], **joined)
+    return with_columns(batches[0], joined)
 
 
 def to_device(record: Record, device: torch.device | str) -> Record:
     """The record (a dataclass of tensors) on `device`."""
-    moved: dict[str, Any] = {name: value.to(device) for name, value in tensors_of(record).items()}
-    return replace(record, **moved)  # type: ignore[type-var]
+    return with_columns(
+        record, {name: value.to(device) for name, value in tensors_of(record).items()}
+    )
 
 
 class Model(Protocol):

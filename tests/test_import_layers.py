@@ -1,5 +1,5 @@
-"""Imports point down the layers, without cycles; modules have their own names and up to 500
-lines."""
+"""Imports point down the layers, without cycles; no module knows a feature; modules have their own
+names and up to 500 lines."""
 
 import ast
 from collections import Counter
@@ -12,7 +12,7 @@ import dschat_ppo
 
 ROOT = Path(dschat_ppo.__file__).parent
 LAYERS = [
-    {"errors"},  # every layer may raise its exceptions
+    {"errors", "features"},  # every layer may raise its exceptions and ask for hooks
     {"config", "types"},
     {"algorithms", "common"},
     {"cpu_kernels", "gpu_kernels"},
@@ -49,6 +49,13 @@ def unit_of(module: Path) -> str:
     return module.parts[0].removesuffix(".py")
 
 
+def feature_of(module: Path) -> str | None:
+    """The feature to whose folder a module belongs."""
+    if module.parts[0] == "features" and len(module.parts) > 2:
+        return module.parts[1]
+    return None
+
+
 def dotted(module: Path) -> str:
     return ".".join(("dschat_ppo", *module.with_suffix("").parts)).removesuffix(".__init__")
 
@@ -57,13 +64,23 @@ def dotted(module: Path) -> str:
 def test_a_module_imports_lower_layers_or_its_own_package(module):
     here = unit_of(module)
     assert here in LAYER_OF
+    layer = LAYER_OF[here]
+    if feature_of(module):
+        layer = LAYER_OF["commands"]
     for line, name in imports_of(module):
         root, _, rest = name.partition(".")
         if root == "dschat_ppo" and rest:  # the package itself holds its version alone
             there = rest.split(".")[0]
-            assert there == here or LAYER_OF[there] < LAYER_OF[here], (
-                f"{module}:{line} imports {name}"
-            )
+            assert there == here or LAYER_OF[there] < layer, f"{module}:{line} imports {name}"
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_a_feature_is_known_to_its_own_folder_alone(module):
+    here = feature_of(module)
+    for line, name in imports_of(module):
+        package, _, feature = name.partition("dschat_ppo.features.")
+        if package == "" and feature != "hooks":
+            assert feature.split(".")[0] == here, f"{module}:{line} imports {name}"
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if unit_of(m) == "algorithms"], ids=str)
@@ -106,7 +123,10 @@ def test_no_import_cycle():
 
 def test_every_module_has_its_own_name():
     names = Counter(
-        module.stem for module in MODULES if module.stem not in ("__init__", "__main__")
+        module.stem
+        for module in MODULES
+        # the modules of features have the names of the hooks in them
+        if module.stem not in ("__init__", "__main__") and not feature_of(module)
     )
     assert [name for name, count in names.items() if count > 1] == []
 

@@ -7,7 +7,7 @@ import torch
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.nonfinite import ReproBundles
-from dschat_ppo.types import Experience, ScoredRollout
+from dschat_ppo.types import Experience, ScoredRollout, record_of
 
 
 def record(kind, mask: torch.Tensor, **changes):
@@ -28,12 +28,10 @@ def record(kind, mask: torch.Tensor, **changes):
     }
     absent = (
         "entropies selected baselines data_sources row_indices penalised_scores episode_lengths"
-        " turn_rewards".split()
+        " left_group sampled_mask".split()
     )
-    absent += ["failed", "episode_ids", "left_group", "sampled_mask"]
-    absent += ["teachers", "teacher_logprobs", "teacher_prompt_ids", "teacher_prompt_mask"]
     made |= dict.fromkeys(absent) | changes
-    return kind(**{field.name: made[field.name] for field in fields(kind)})
+    return record_of(kind, {name: column for name, column in made.items() if column is not None})
 
 
 def experience(**changes) -> Experience:

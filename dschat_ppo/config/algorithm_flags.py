@@ -214,11 +214,6 @@ class AlgorithmFlags:
         "drop answers with a negative advantage whose log-prob (mean over tokens) has fallen by"
         " more than this many nats since scoring; not given: off",
     )
-    router_loss_coef: float = not_negative(
-        0.0,
-        "weight of the load-balancing loss of a mixture-of-experts actor, over the tokens of an"
-        " optimizer step; each update then needs a second forward pass without gradients; 0 = off",
-    )
 
     reward_clip: float | None = not_negative(
         None,

@@ -17,7 +17,13 @@ from dschat_ppo.config.other_trainers import trains_critic, what_to_use
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.run_flags import WITHOUT_EFFECT
 from dschat_ppo.config.schema import read_settings, require
-from dschat_ppo.config.step_config import StepConfig, defaults_of, flatten, groups_of
+from dschat_ppo.config.step_config import (
+    StepConfig,
+    defaults_of,
+    feature_groups_of,
+    flatten,
+    groups_of,
+)
 from dschat_ppo.config.supervised_config import DPOConfig, PreferenceConfig, SFTConfig
 from dschat_ppo.errors import UserError, reading
 
@@ -91,7 +97,9 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
     """
     step = STEPS[step_name]
     groups = groups_of(step)
-    parser = flag_parser(groups.values(), add_help=False)
+    feature_groups = feature_groups_of(step)
+    all_groups = [*groups.values(), *feature_groups]
+    parser = flag_parser(all_groups, add_help=False)
     parser.helps_by_name = True
     parser.advice = partial(
         what_to_use,
@@ -107,7 +115,7 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
     if topic is not None:
         _print_help(help_text(step_name, parser, topic))
         raise SystemExit(0)
-    flag_fields = [field for group in groups.values() for field in dataclasses.fields(group)]
+    flag_fields = [field for group in all_groups for field in dataclasses.fields(group)]
     default_rates: dict[str, float] = {}
     for field in flag_fields:
         if field.name.endswith("learning_rate"):
@@ -119,11 +127,12 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
     if missing:
         names = ", ".join(_DEFAULTS_THERE.get(flag, flag) for flag in missing)
         raise UserError(f"required: {names} (all flags: --help all)")
-    groups_of_values: dict[str, Any] = {}
-    for name, group in groups.items():
-        group_values = {field.name: values[field.name] for field in dataclasses.fields(group)}
-        groups_of_values[name] = group(**group_values)
-    return step(**groups_of_values)
+
+    def with_values(group: Any) -> Any:
+        return group(**{field.name: values[field.name] for field in dataclasses.fields(group)})
+
+    groups_of_values = {name: with_values(group) for name, group in groups.items()}
+    return step(**groups_of_values, features=tuple(map(with_values, feature_groups)))
 
 
 def _parse_with_file(parser: FlagParser, argv: Sequence[str]) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from dschat_ppo.features import hooks
+
 ROLES = ("actor_", "critic_")  # whose flags in step 3 are those of steps 1 and 2 with a prefix
 
 # Names that other trainers (TRL 1.x, OpenRLHF 0.8 to 0.11, peft) and other steps give to settings.
@@ -102,7 +104,6 @@ THEIR_NAMES = {
     "kto_desirable_weight": "desirable_weight",
     "kto_undesirable_weight": "undesirable_weight",
     "center_rewards_coef": "center_rewards_coefficient",
-    "router_loss_coef": "router_aux_loss_coef aux_loss_coef",
     "offload_activations": "activation_offloading",
     "offload_optimizer": "adam_offload",
     "zero_hpz_partition_size": "zpg",
@@ -143,6 +144,8 @@ THEIR_NAMES = {
     "eval_batch_size": "per_device_eval_batch_size",
     "per_device_eval_batch_size": "eval_batch_size",
 }
+for names_of_feature in hooks("flags.THEIR_NAMES"):
+    THEIR_NAMES |= names_of_feature
 OUR_NAMES = {name: ours for ours, theirs in THEIR_NAMES.items() for name in theirs.split()}
 
 # Their name -> how their number differs from ours; {micro_batch} is the step's flag for it.

@@ -371,6 +371,11 @@ class PPOConfig(StepConfig):
         return self.distils and self.distillation.distill_policy_gradient
 
     @property
+    def has_policy_loss(self) -> bool:
+        """Whether there are advantages, from which the policy learns."""
+        return self.algorithm.advantage_estimator != "none" or self.teacher_gives_rewards
+
+    @property
     def has_reference(self) -> bool:
         """Whether the reward or a loss compares with the reference."""
         return self.algorithm.has_reference or (self.distils and not self.teacher.teachers)

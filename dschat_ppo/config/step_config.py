@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from dschat_ppo.config.batch_plan import times
 from dschat_ppo.config.data_flags import DataFlags, StepData
@@ -22,12 +22,15 @@ from dschat_ppo.config.run_flags import (
 )
 from dschat_ppo.config.schema import default_of, fraction, not_negative, types_of
 from dschat_ppo.errors import UserError, without_credentials
+from dschat_ppo.features import hooks
 
 # the others are constant after the warm-up
 DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial")
 WITHOUT_WARMUP = "constant"
 QUANTISED = ("load_in_4bit", "load_in_8bit")  # flags that quantise weights, of which one is given
 POLYNOMIAL_END = 1e-7  # where transformers' polynomial schedule ends
+
+FeatureFlags = TypeVar("FeatureFlags")
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ class StepConfig(ABC):
     console: ConsoleFlags
     health: HealthFlags
     old: OldFlags
+    # of the features, one group at most of each (`features/NAME/flags.py`)
+    features: tuple[Any, ...] = ()
 
     # in checkpoints; those of "dpo" are of the kind "reward"
     kind: ClassVar[Literal["sft", "reward", "ppo"]]
@@ -74,6 +79,17 @@ class StepConfig(ABC):
     own_checks = dict[str, Callable[[Any], Any]]()
     own_notes = dict[str, str]()  # flag without effect in this step alone -> the reason
     micro_batch = "per_device_train_batch_size"  # the flag of the rows of a micro-batch
+
+    def of(self, kind: type[FeatureFlags]) -> FeatureFlags:
+        """The flags of a feature, which this step has."""
+        [flags] = [group for group in self.features if isinstance(group, kind)]
+        return flags
+
+    @property
+    def groups(self) -> list[Any]:
+        """All groups of flags."""
+        names = [group.name for group in fields(self) if group.name != "features"]
+        return [*(getattr(self, name) for name in names), *self.features]
 
     @property
     @abstractmethod
@@ -116,6 +132,8 @@ class StepConfig(ABC):
         self._check_muon()
         self._check_lora()
         self._check_schedule()
+        for refuse in hooks("refusals.refuse"):
+            refuse(self)
 
     @property
     def _stages_by_flag(self) -> dict[str, int]:
@@ -251,21 +269,33 @@ class StepConfig(ABC):
 
 
 def groups_of(kind: type[StepConfig]) -> dict[str, Any]:
-    """Name of a group of flags -> its dataclass; those of the step alone come first."""
+    """Name of a group of flags -> its dataclass; those of the step alone come first, and then those
+    of all steps. Those of features are not among them."""
     hints = types_of(kind)
     shared = {group.name for group in fields(StepConfig)}
-    names = [group.name for group in fields(kind)]
+    names = [group.name for group in fields(kind) if group.name != "features"]
     of_step = [name for name in names if name not in shared]
     of_all_steps = [name for name in names if name in shared]
     return {name: hints[name] for name in of_step + of_all_steps}
+
+
+def feature_groups_of(kind: type[StepConfig]) -> list[Any]:
+    """The groups of flags of the features in a step, as dataclasses. A feature offers them as
+    `flags.FLAGS`, by the kind of step."""
+    return [flags[kind.kind] for flags in hooks("flags.FLAGS") if kind.kind in flags]
+
+
+def all_groups_of(kind: type[StepConfig]) -> list[Any]:
+    """All groups of flags of a step, as dataclasses."""
+    return [*groups_of(kind).values(), *feature_groups_of(kind)]
 
 
 def flatten(config: StepConfig) -> dict[str, Any]:
     """The configuration of a step as flag name -> value, to be saved and compared, without
     credentials."""
     values: dict[str, Any] = {}
-    for group_name in groups_of(type(config)):
-        for name, value in vars(getattr(config, group_name)).items():
+    for group in config.groups:
+        for name, value in vars(group).items():
             values[name] = without_credentials(value)
     return values
 
@@ -273,7 +303,7 @@ def flatten(config: StepConfig) -> dict[str, Any]:
 def defaults_of(kind: type[StepConfig]) -> dict[str, Any]:
     """Flag -> its default in a step; `MISSING` for a flag that must be given."""
     defaults: dict[str, Any] = {}
-    for group in groups_of(kind).values():
+    for group in all_groups_of(kind):
         for flag_field in fields(group):
             defaults[flag_field.name] = default_of(flag_field)
     return defaults | kind.own_defaults

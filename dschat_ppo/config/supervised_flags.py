@@ -111,12 +111,6 @@ class SupervisedFlags:
         "dropout in training, for every dropout of the model config; not given: that of the config"
         " (step 2: 0 if the policy itself is trained)",
     )
-    router_loss_coef: float = not_negative(
-        0.0,
-        "weight of the load-balancing loss of a mixture of experts, over the tokens of an optimizer"
-        " step (0.001 to 0.01 is usual). Each step then needs a second forward pass without"
-        " gradients; 0 = off",
-    )
     eval_interval: int = not_negative(
         0,
         "evaluate every N optimizer steps, in addition to the start and the end of each epoch; 0 ="

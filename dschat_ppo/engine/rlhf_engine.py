@@ -320,6 +320,14 @@ class RLHFEngine:
         engines = {"actor": self.actor, "critic": self.critic}
         return {role: engine for role, engine in engines.items() if engine is not None}
 
+    def frozen(self, role: str) -> Engine:
+        """The engine of a model that does not train, by its role."""
+        engines = {"reference": self.reference, "reward": self.reward}
+        engines |= zip(self._config.teacher.models, self.teachers, strict=True)
+        engine = engines[role]
+        assert engine is not None
+        return engine
+
     def train(self) -> None:
         """Put actor and critic into training mode."""
         for engine in self.trained.values():

@@ -52,8 +52,7 @@ class EnvironmentReward:
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
         """(B,) fp32. The sum is in fp64, so that the order of equal rewards does not show."""
-        assert rollout.turn_rewards is not None
-        return rollout.turn_rewards.double().sum(dim=1).float()
+        return rollout.extra["turn_rewards"].double().sum(dim=1).float()
 
 
 def described_tools(
@@ -277,9 +276,12 @@ class EpisodeRollouts:
         return replace(
             rollout,
             episode_lengths=rollout.response_lengths,
-            turn_rewards=turn_rewards,
-            failed=torch.tensor(failed, device=turn_rewards.device),
-            episode_ids=torch.tensor(list(episode_ids), device=turn_rewards.device),
+            extra={
+                **rollout.extra,
+                "turn_rewards": turn_rewards,
+                "failed": torch.tensor(failed, device=turn_rewards.device),
+                "episode_ids": torch.tensor(list(episode_ids), device=turn_rewards.device),
+            },
         )
 
     def _metrics_of(self, record: EpisodeRecord, chosen_ids: list[int]) -> dict[str, float]:

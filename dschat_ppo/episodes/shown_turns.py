@@ -28,8 +28,8 @@ def turns_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[list[
     lengths = rollout.response_lengths.tolist()
     chosen = rollout.response_mask.tolist()
     rewards: list[Any] = [None] * len(lengths)
-    if rollout.turn_rewards is not None:
-        rewards = rollout.turn_rewards.tolist()
+    if "turn_rewards" in rollout.extra:
+        rewards = rollout.extra["turn_rewards"].tolist()
     rows = zip(
         rollout.prompt_ids[:, -LONGEST_MARK:].tolist(),
         rollout.response_ids.tolist(),

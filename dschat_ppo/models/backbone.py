@@ -25,7 +25,7 @@ from dschat_ppo.errors import (
     in_one_line,
 )
 from dschat_ppo.models.architectures import first_position
-from dschat_ppo.models.router_recorder import record_router, router_arguments
+from dschat_ppo.models.pass_observers import observer_arguments, show_pass
 from dschat_ppo.types import Model
 
 # By type of device: rows are padded to a multiple of so many columns. On a GPU, few shapes steady
@@ -133,9 +133,9 @@ def backbone_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> Tensor
         attention_mask=None,
         use_cache=False,
         **slot_arguments(backbone, padded),
-        **router_arguments(),
+        **observer_arguments(),
     )
-    record_router(output, real_slots(padded, lengths))
+    show_pass(output, real_slots(padded, lengths))
     return output.last_hidden_state[:, :width]
 
 

@@ -30,7 +30,7 @@ from dschat_ppo.models.backbone import (
     real_slots,
 )
 from dschat_ppo.models.micro_batches import Segments, are_uneven, lay_out
-from dschat_ppo.models.router_recorder import record_router, router_arguments
+from dschat_ppo.models.pass_observers import observer_arguments, show_pass
 from dschat_ppo.models.segment_attention import (
     blockwise_attention,
     segment_by_segment,
@@ -218,14 +218,14 @@ def token_states(
             attention_mask=None,
             use_cache=False,
             **position_arguments(backbone, rows.positions.unsqueeze(0)),
-            **router_arguments(),
+            **observer_arguments(),
         )
 
     def occurrences(mask: Tensor) -> Tensor:
         """A token that several rows share counts for each of them."""
         return torch.bincount(rows.offsets[mask], minlength=len(rows.slots))
 
-    record_router(output, real_slots(input_ids, lengths), occurrences)
+    show_pass(output, real_slots(input_ids, lengths), occurrences)
     return output.last_hidden_state[0], offsets
 
 
@@ -300,9 +300,9 @@ class DividedRows:
                 attention_mask=None,
                 use_cache=False,
                 **position_arguments(model, self.columns_of_rank(columns)),
-                **router_arguments(),
+                **observer_arguments(),
             )
-        record_router(output, self.real, self.columns_of_rank)
+        show_pass(output, self.real, self.columns_of_rank)
         return output
 
     def values(self, shard: Tensor) -> Tensor:

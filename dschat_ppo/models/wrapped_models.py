@@ -38,7 +38,7 @@ from dschat_ppo.models.backbone import (
 )
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, padded_rows, token_states
-from dschat_ppo.models.router_recorder import record_router, router_arguments
+from dschat_ppo.models.pass_observers import observer_arguments, show_pass
 from dschat_ppo.types import MinimumLength, Model, Rollout, chosen_columns, full_sequences
 
 
@@ -225,9 +225,9 @@ class PolicyModel(WrappedModel):
                 use_cache=False,
                 **slot_arguments(self.lm, input_ids),
                 **last_logits_argument(self.lm, count),
-                **router_arguments(),
+                **observer_arguments(),
             )
-        record_router(output, real_slots(input_ids, _lengths_read(target_mask)))
+        show_pass(output, real_slots(input_ids, _lengths_read(target_mask)))
         logits = output.logits[:, -count:-1][predicts[:, first:]]  # (N, V)
         if forbidden is not None:
             mask, ids = forbidden

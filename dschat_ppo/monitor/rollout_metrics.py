@@ -81,12 +81,12 @@ def _teacher_metrics(rows: Experience) -> dict[str, Tensor]:
     """The share of the rows that a teacher teaches, and the KL from it over their tokens."""
     scalars: dict[str, Tensor] = {}
     taught_tokens = rows.response_mask
-    if rows.teachers is not None:
-        taught_rows = rows.teachers >= 0
+    if "teachers" in rows.extra:
+        taught_rows = rows.extra["teachers"] >= 0
         scalars["distill/taught_share"] = taught_rows.float().mean()
         taught_tokens = taught_tokens & taught_rows.unsqueeze(1)
-    if rows.teacher_logprobs is not None:
-        kl = kl_k1(rows.policy_logprobs, rows.teacher_logprobs)  # (B, R)
+    if "teacher_logprobs" in rows.extra:
+        kl = kl_k1(rows.policy_logprobs, rows.extra["teacher_logprobs"])  # (B, R)
         scalars["distill/kl_k1"] = mean_and_std(kl[taught_tokens])[0]
     return scalars
 

@@ -40,7 +40,7 @@ CLIP_COV_BOUNDS = (1.0, 5.0)  # covariances that clip_cov acts on (Cui et al. 20
 # follow the rewards of tokens
 _OF_WHOLE_ROWS = set(ESTIMATORS) - {"gae", "reinforce_plus_plus"}
 # columns (N, R) that scoring adds
-_OF_TOKENS = ("old_logprobs", "entropies", "ref_logprobs", "kl", "values", "teacher_logprobs")
+_OF_TOKENS = ("old_logprobs", "entropies", "ref_logprobs", "kl", "values")
 SELECTION = 3  # separates the random stream of `selected` from others of the same seed and step
 
 
@@ -51,7 +51,7 @@ def empty_rows_without_score(rows: ScoredRollout) -> ScoredRollout:
     if rows.left_group is None or not rows.left_group.any():
         return rows
     mask = rows.response_mask & rows.has_score.unsqueeze(1)  # (N, R)
-    masked_columns = {}
+    masked_columns: dict[str, Any] = {}
     for name in _OF_TOKENS:
         column = getattr(rows, name)
         if column is not None:
@@ -151,11 +151,12 @@ class AdvantageComputation:
             if self.flags.whitens:
                 advantages = masked_whiten(advantages, mask)
             # (Lu and Thinking Machines Lab 2025, "On-policy distillation")
-            if rows.teacher_logprobs is not None:
-                kl = torch.where(mask, kl_k1(rows.policy_logprobs, rows.teacher_logprobs), 0.0)
+            if "teacher_logprobs" in rows.extra:
+                teacher_logprobs = rows.extra["teacher_logprobs"]
+                kl = torch.where(mask, kl_k1(rows.policy_logprobs, teacher_logprobs), 0.0)
                 has_teacher = torch.ones_like(mask[:, :1])  # (N, 1)
-                if rows.teachers is not None:
-                    has_teacher = (rows.teachers >= 0).unsqueeze(1)
+                if "teachers" in rows.extra:
+                    has_teacher = (rows.extra["teachers"] >= 0).unsqueeze(1)
                 advantages = advantages - self.distill_coef * kl * has_teacher
         experience = Experience(
             **vars(rows),
@@ -247,8 +248,8 @@ class AdvantageComputation:
 
     def _scaled_turn_rewards(self, rows: ScoredRollout) -> Tensor:
         """The part of the scores that is received at the ends of turns, (N, R) fp32."""
-        assert self.to_go_weight is not None and rows.turn_rewards is not None
-        turn_rewards = self.scaled(self.to_go_weight * rows.turn_rewards)
+        assert self.to_go_weight is not None
+        turn_rewards = self.scaled(self.to_go_weight * rows.extra["turn_rewards"])
         return zero_outside(turn_rewards, rows.has_score.unsqueeze(1).expand_as(turn_rewards))
 
     def undo(self) -> None:

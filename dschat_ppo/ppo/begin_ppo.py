@@ -24,10 +24,10 @@ from dschat_ppo.data.prepare import TokenRows, prepare, text_blocks
 from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import check_zero_plus_plus, require_agreement
 from dschat_ppo.engine.rlhf_engine import ModelFolders
-from dschat_ppo.engine.router_term import router_top_k
 from dschat_ppo.engine.tensor_parallel import check_tensor_parallel, reason_not_to_shard
 from dschat_ppo.episodes.rollouts import described_tools
 from dschat_ppo.errors import UserError, counted
+from dschat_ppo.features import hooks
 from dschat_ppo.models.adapters import adapter_settings
 from dschat_ppo.models.kernel_selection import check_long_sequences
 from dschat_ppo.models.loading import check_sequence_classifier, load_config, require_length
@@ -78,8 +78,8 @@ def check_models(
     actor_config = check_language_model(
         config, ACTOR, folders.actor, tokenizer, longest, LIMITS, adapter
     )
-    if config.algorithm.router_loss_coef > 0:
-        router_top_k(actor_config, f"{ACTOR} {folders.actor}")
+    for check_trained_model in hooks("checks.check_trained_model"):
+        check_trained_model(config, actor_config, f"{ACTOR} {folders.actor}")
     if folders.reference is not None:
         check_same_tokens(config, REFERENCE, folders.reference, tokenizer, longest, LIMITS)
     for folder in folders.teachers:

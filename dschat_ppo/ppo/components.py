@@ -21,6 +21,7 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.optimizer_step import accumulate, apply, learning_rates
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.episodes.rollouts import EpisodeRollouts
+from dschat_ppo.features.distillation.teachers import teachers_of
 from dschat_ppo.models.micro_batches import share_prompts
 from dschat_ppo.monitor.rollout_metrics import experience_metrics
 from dschat_ppo.nonfinite import NonFinitePolicy, ReproBundles
@@ -32,7 +33,6 @@ from dschat_ppo.ppo.own_algorithms import own_metrics
 from dschat_ppo.ppo.rollout_sampler import RolloutSampler
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
 from dschat_ppo.ppo.state import PPOState
-from dschat_ppo.ppo.teaching import teachers_of
 from dschat_ppo.ppo.token_losses import RecordedTokens
 from dschat_ppo.ppo.update import PPOUpdate
 from dschat_ppo.rewards.reward_source import RewardMixture
@@ -118,6 +118,7 @@ class PPOComponents:
             nonfinite=self.nonfinite,
             clock=self.clock,
         )
+        logger().info(f"loss = {self.updates.actor_sum()}")
 
     def _choose_old_logprobs(self) -> OldLogprobs:
         """Which pass gives the old log-probs; logs it with its reason."""
@@ -224,7 +225,7 @@ class PPOComponents:
         values = RecordedTokens()
         objective = self.updates.critic_objective(minibatch, values)
         with self.clock.phase("train"), block("train critic"), self.clock.part("critic"):
-            gradients = accumulate(objective.engine, objective.batches, objective.loss)
+            gradients = accumulate(objective.engine, objective.loss.batches, objective.loss)
         self.state.critic_pass = replace(objective, gradients=gradients)
         return replace(rows, values=values.gathered(rows))
 

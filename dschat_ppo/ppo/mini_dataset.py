@@ -27,6 +27,7 @@ from dschat_ppo.types import (
     select_rows,
     tensors_of,
     to_device,
+    with_columns,
 )
 
 Forwarded = TypeVar("Forwarded", ForwardedRollout, ScoredRollout)
@@ -139,7 +140,7 @@ def gather_rows(rows: Forwarded, of_group: bool = False) -> Forwarded:
     columns: dict[str, Tensor] = tensors_of(padded)
     with block("gather rows"):
         gathered = dist.gather_together([*columns.values()], group)
-    return replace(padded, **dict(zip(columns, gathered, strict=True)))
+    return with_columns(padded, dict(zip(columns, gathered, strict=True)))
 
 
 @dataclass(eq=False)

@@ -19,7 +19,7 @@ from dschat_ppo.common.own_functions import own_function, running_own
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.schema import is_own_function
 from dschat_ppo.errors import UserError
-from dschat_ppo.types import Experience, FinishReason
+from dschat_ppo.types import Experience, FinishReason, record_of
 
 METRICS = "--metrics"
 SAMPLER = "--sampler"
@@ -213,7 +213,8 @@ def made_up_rows() -> Experience:
     per_token = torch.where(mask, torch.linspace(-1.0, -0.1, _B * _R).view(_B, _R), 0.0)  # (B, R)
     columns: dict[str, Tensor] = {}
     for field in fields(Experience):
-        if field.default is MISSING and field.name != "selected":
+        is_required = field.default is MISSING and field.default_factory is MISSING
+        if is_required and field.name != "selected":
             columns[field.name] = per_token
     columns |= {
         "prompt_ids": torch.ones(_B, 2, dtype=torch.int64),
@@ -230,4 +231,4 @@ def made_up_rows() -> Experience:
         "row_indices": torch.arange(_B),
         "loss_weights": mask.float(),
     }
-    return Experience(**columns, selected=None)
+    return record_of(Experience, columns)

@@ -36,6 +36,7 @@ from dschat_ppo.types import (
     repeat_rows,
     select_rows,
     to_device,
+    with_columns,
 )
 
 # "sampled": trained on; "greedy": baselines of ReMax; "evaluation": held-out prompts
@@ -227,6 +228,7 @@ class RolloutSampler:
         width = max(batch.prompt_ids.shape[1], rollout.prompt_ids.shape[1])
         batch = pad_rows(batch, width, 0)
         rollout = pad_rows(rollout, width, rollout.response_ids.shape[1])
-        return replace(
-            rollout, teacher_prompt_ids=batch.prompt_ids, teacher_prompt_mask=batch.prompt_mask
+        return with_columns(
+            rollout,
+            {"teacher_prompt_ids": batch.prompt_ids, "teacher_prompt_mask": batch.prompt_mask},
         )

@@ -4,7 +4,7 @@ reference, values."""
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -21,11 +21,11 @@ from dschat_ppo.common.progress import report_phase
 from dschat_ppo.config.on_policy import OldLogprobs
 from dschat_ppo.data.examples import TOOLS, Message
 from dschat_ppo.episodes.rollouts import EpisodeRollouts
+from dschat_ppo.features.distillation.teachers import Teachers
 from dschat_ppo.models.micro_batches import even_passes, share_prompts
 from dschat_ppo.models.wrapped_models import Teaching, response_logprobs, response_values
 from dschat_ppo.ppo.mini_dataset import gather_rows, prompts_of
 from dschat_ppo.ppo.response_texts import response_texts, texts_of
-from dschat_ppo.ppo.teaching import Teachers
 from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.rewards.reward_source import FailedRows, RewardMixture, RewardRequest
 from dschat_ppo.types import (
@@ -36,7 +36,7 @@ from dschat_ppo.types import (
     concat_rows,
     row_lengths,
     select_rows,
-    tensors_of,
+    with_columns,
 )
 
 
@@ -61,8 +61,8 @@ class RewardRequests:
         data: list[dict[str, Any]] = [json.loads(self.prompts[index]["row"]) for index in indices]
         rows = [row for row in data for _ in range(samples)]
         messages = list[list[Message] | None]()
-        if self.episodes is not None and rollout.episode_ids is not None:
-            for episode_id in rollout.episode_ids.tolist():
+        if self.episodes is not None:
+            for episode_id in rollout.extra["episode_ids"].tolist():
                 messages.append(self.episodes.messages.get(episode_id))
 
         def decode() -> tuple[list[str], list[ResponseText]]:
@@ -132,16 +132,18 @@ class ForwardPasses:
         for model in (self.actor, self.reference, self.critic):
             if model is not None:
                 model.eval()
+        columns = {field.name: getattr(rollout, field.name) for field in fields(rollout)}
         batch = ForwardedRollout(
-            **tensors_of(rollout),
+            **columns,
             old_logprobs=None,
             entropies=None,
             ref_logprobs=None,
             kl=None,
             values=None,
             groups=groups,
-            teachers=teachers,
         )
+        if teachers is not None:
+            batch = with_columns(batch, {"teachers": teachers})
         if dist.sequence_ranks() > 1:
             batch = gather_rows(batch, of_group=True)
         prompts = None
@@ -197,7 +199,7 @@ class ForwardPasses:
                 rows = replace(rows, kl=estimator(rows.policy_logprobs, reference.logprobs))
         if self.teachers is not None:
             with self.clock.part("teacher"):
-                rows = replace(rows, teacher_logprobs=self.teachers.logprobs(rows))
+                rows = with_columns(rows, {"teacher_logprobs": self.teachers.logprobs(rows)})
         if self.critic is not None:
             with self.clock.part("critic"):
                 rows = replace(rows, values=response_values(self.critic, rows))

@@ -6,7 +6,9 @@ micro-batches of all ranks is the loss of the step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -21,15 +23,16 @@ from dschat_ppo.algorithms.actor_critic_losses import (
 from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs, gae
 from dschat_ppo.algorithms.aggregation import aggregate
 from dschat_ppo.algorithms.correction import off_policy_rows
-from dschat_ppo.algorithms.kl import kl_k3, kl_loss
+from dschat_ppo.algorithms.kl import kl_k3
 from dschat_ppo.common import dist
 from dschat_ppo.common.own_functions import function_named
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.data.batches import SFTBatch
-from dschat_ppo.models.wrapped_models import ResponseLogprobs, response_logprobs, response_values
+from dschat_ppo.engine.step_loss import StepLoss, StepTerm
+from dschat_ppo.models.wrapped_models import response_logprobs, response_values
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.ppo.mini_dataset import MiniBatch
-from dschat_ppo.ppo.teaching import Teachers
+from dschat_ppo.ppo.loss_terms import LossTerm
+from dschat_ppo.ppo.mini_dataset import MiniBatch, TextBatches
 from dschat_ppo.types import Experience, MinimumLength, Model, RewardedRollout, Rollout
 
 
@@ -73,22 +76,18 @@ LARGEST_LOG_RATIO = "policy/counted_log_ratio_abs_max"
 
 @dataclass(eq=False)
 class ActorLoss:
-    """Policy loss, entropy bonus, KL to the reference, and divergence from teachers."""
+    """The loss of the actor: `policy - c_1 entropy + c_2 term_2 + ...`."""
 
     actor: Model
-    reference: Teachers | None  # the reference, which only the full KL as a loss needs
     flags: AlgorithmFlags
     temperature: float
     minimum_length: MinimumLength | None = None
-    teachers: Teachers | None = None
-    distill_coef: float = 0.0  # weight of the divergence from the teachers
+    terms: Sequence[LossTerm] = ()
+    has_policy_loss: bool = True  # False: entropy and terms alone are minimised
 
     def __post_init__(self) -> None:
         """Choose the policy loss, with its settings."""
         flags = self.flags
-        # without an estimator the loss of the teachers is the only one, unless they are in the
-        # advantages
-        self.has_policy_loss = flags.advantage_estimator != "none" or self.teachers is None
         self.policy_loss = function_named("--policy_loss", flags.policy_loss, POLICY_LOSSES)
         clip_eps_low = flags.clip_eps_low
         if clip_eps_low is None:
@@ -113,8 +112,7 @@ class ActorLoss:
         recorded: RecordedTokens | None = None,
     ) -> Tensor:
         """A scalar with gradient: the share of one micro-batch in the step's loss over
-        `rows.loss_mask`, which is the policy loss, minus the entropy bonus, plus the KL to the
-        reference and the divergence from the teachers.
+        `rows.loss_mask`, which is the policy loss, minus the entropy bonus, plus the terms.
 
         Without `rows.old_logprobs`, the log-probs of this pass are the old ones: the ratio is
         exactly 1, and its gradient is that of the log-probs.
@@ -126,24 +124,14 @@ class ActorLoss:
             sums: takes the metrics.
             recorded: takes the log-probs of this pass.
         """
-        flags = self.flags
-        reference_distributions = []
-        if self.reference is not None:
-            # the reference reads what the actor reads, and not the prompts of teachers
-            actor_rows = replace(
-                rows, teachers=None, teacher_prompt_ids=None, teacher_prompt_mask=None
-            )
-            reference_distributions = self.reference.teachings(actor_rows)
-        teacher_distributions = []
-        if self.teachers is not None:
-            teacher_distributions = self.teachers.teachings(rows)
+        distributions = [term.distributions(rows) for term in self.terms]
         current = response_logprobs(
             self.actor,
             rows,
             self.temperature,
             entropy_coef > 0,
             self.minimum_length,
-            teachings=reference_distributions + teacher_distributions,
+            teachings=list(chain.from_iterable(distributions)),
         )
         if recorded is not None:
             recorded.record(rows, current.logprobs)
@@ -154,13 +142,13 @@ class ActorLoss:
         def mean_over_step(token_losses: Tensor) -> Tensor:
             """This micro-batch's share of the mean of (b, R) losses over the optimizer step."""
             return aggregate(
-                token_losses, rows.loss_mask, flags.aggregation, minibatch.denominators
+                token_losses, rows.loss_mask, self.flags.aggregation, minibatch.denominators
             )
 
-        terms = PolicyTerms(
+        policy_terms = PolicyTerms(
             current.logprobs, old_logprobs, rows.advantages, rows.loss_mask, rows.selected
         )
-        policy = self.policy_loss(terms, self.settings)  # losses (b, R)
+        policy = self.policy_loss(policy_terms, self.settings)  # losses (b, R)
         weights = self._loss_weights(rows, current.logprobs, old_logprobs, sums)
         loss = mean_over_step(policy.losses * weights)
         if not self.has_policy_loss:
@@ -171,17 +159,15 @@ class ActorLoss:
         sums.add_sum("policy/loss", loss, count)
         sums.add_mean("policy/entropy", current.entropy.detach(), rows.response_mask)
         _record_ratios(rows, policy, current.logprobs, old_logprobs, sums)
+
         if entropy_coef > 0:
             loss = loss - entropy_coef * mean_over_step(current.entropy)
-        if flags.kl_loss_coef > 0:
-            kl = mean_over_step(self._kl_to_reference(rows, current))
-            sums.add_sum("policy/kl_loss", kl, count)
-            loss = loss + flags.kl_loss_coef * kl
-        if teacher_distributions:
-            of_teachers = current.divergences[len(reference_distributions) :]
-            divergence = mean_over_step(torch.stack([*of_teachers]).sum(dim=0))
-            sums.add_sum("distill/divergence", divergence, count)
-            loss = loss + self.distill_coef * divergence
+        divergences = iter(current.divergences)
+        for term, distributions_of_term in zip(self.terms, distributions, strict=True):
+            divergences_of_term = [next(divergences) for _ in distributions_of_term]
+            mean = mean_over_step(term.token_losses(rows, current, divergences_of_term))
+            sums.add_sum(term.metric, mean, count)
+            loss = loss + term.coef * mean
         return loss
 
     def _loss_weights(
@@ -196,19 +182,6 @@ class ActorLoss:
         keep = off_policy_rows(logprobs, old_logprobs, rows.advantages, mask, delta)  # (b,)
         sums.add_mean("policy/off_policy_share", 1 - keep.float(), mask.any(dim=1))
         return rows.loss_weights * keep.unsqueeze(1)
-
-    def _kl_to_reference(self, rows: Experience, current: ResponseLogprobs) -> Tensor:
-        """The KL of each response token to the reference, (b, R), with gradient: over the whole
-        vocabulary with `--full_kl_loss`, else estimated from the sampled token."""
-        if self.flags.full_kl_loss:
-            return current.divergences[0]
-        assert rows.ref_logprobs is not None
-        return kl_loss(
-            current.logprobs,
-            rows.ref_logprobs,
-            self.flags.kl_loss_estimator,
-            self.flags.kl_straight_through,
-        )
 
 
 def _record_ratios(
@@ -281,6 +254,28 @@ def critic_loss(
     sums.add_sum("value/loss", loss, loss.new_full((), minibatch.metric_weight))
     sums.add_mean("value/clip_fraction", clipped.float(), mask)
     return loss
+
+
+def ptx_term(actor: Model, texts: TextBatches, coef: float) -> StepTerm:
+    """The loss of plain text as a term of the actor's loss, weighted by `coef`: each optimizer step
+    takes the next texts, in micro-batches of their own (Ouyang et al. 2022, PPO-ptx)."""
+
+    def added_to(step_loss: StepLoss) -> StepLoss:
+        text_batches, text_tokens = texts.take()
+
+        def loss(batch: Experience | SFTBatch, sums: MetricSums) -> Tensor:
+            if isinstance(batch, SFTBatch):
+                return coef * ptx_loss(actor, batch, text_tokens, sums)
+            return step_loss.loss(batch, sums)
+
+        return replace(
+            step_loss,
+            batches=[*step_loss.batches, *text_batches],
+            loss=loss,
+            constants=step_loss.constants | {"text_tokens": text_tokens},
+        )
+
+    return StepTerm("ptx", coef, added_to)
 
 
 def ptx_loss(actor: Model, batch: SFTBatch, num_tokens: Tensor, sums: MetricSums) -> Tensor:

@@ -3,18 +3,16 @@ update."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import PhaseClock, block
 from dschat_ppo.config.ppo_config import PPOConfig
-from dschat_ppo.data.batches import SFTBatch
 from dschat_ppo.engine.optimizer_step import (
     Gradients,
     StepResult,
@@ -23,18 +21,18 @@ from dschat_ppo.engine.optimizer_step import (
     apply_together,
 )
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
-from dschat_ppo.engine.router_term import router_settings, with_router_term
+from dschat_ppo.engine.step_loss import StepLoss, step_terms, with_terms
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite import NonFinitePolicy
+from dschat_ppo.ppo.loss_terms import loss_terms
 from dschat_ppo.ppo.mini_dataset import MiniBatch, TextBatches
-from dschat_ppo.ppo.teaching import full_kl_reference, teachers_of
 from dschat_ppo.ppo.token_losses import (
     KL_OF_UPDATE,
     LARGEST_LOG_RATIO,
     ActorLoss,
     RecordedTokens,
     critic_loss,
-    ptx_loss,
+    ptx_term,
 )
 from dschat_ppo.types import Engine, Experience, MinimumLength, RewardedRollout
 
@@ -45,10 +43,7 @@ class EngineObjective:
 
     role: str  # "actor" or "critic"
     engine: Engine
-    batches: list[Any]  # micro-batches of this rank
-    loss: Callable[[Any], Tensor]  # a micro-batch's share of the loss
-    sums: MetricSums  # metrics that the loss records, of this optimizer step alone
-    constants: dict[str, Any]  # what a replay needs besides the micro-batches
+    loss: StepLoss  # over the micro-batches of this rank
     # log-probs or values of the pass, where scoring has computed none
     recorded: RecordedTokens | None = None
     gradients: Gradients[Any] | None = None  # of a pass that is already made
@@ -79,41 +74,39 @@ class PPOUpdate:
 
     def __post_init__(self) -> None:
         """Build the loss of the actor."""
-        flags = self.config.algorithm
         actor = self.engines.actor
-        coef = flags.router_loss_coef
-        self.router = None
-        if coef > 0:
-            self.router = router_settings(coef, actor.module)
-        reference = self.engines.reference
-        teachers = None
-        if self.config.distill_loss_coef > 0:
-            teachers = teachers_of(
-                self.config, self.engines.teachers, reference, self.minimum_length
-            )
+        terms = loss_terms(self.config, self.engines.frozen, self.minimum_length)
         self.actor_loss = ActorLoss(
             actor=actor,
-            reference=full_kl_reference(self.config, reference, self.minimum_length),
-            flags=flags,
+            flags=self.config.algorithm,
             temperature=self.config.ppo.temperature,
             minimum_length=self.minimum_length,
-            teachers=teachers,
-            distill_coef=self.config.distill_loss_coef,
+            terms=terms,
+            has_policy_loss=self.config.has_policy_loss,
         )
+        # of the actor's loss over a whole optimizer step
+        self.terms = step_terms(self.config, actor.module)
+        if self.texts is not None:
+            self.terms.append(ptx_term(actor, self.texts, self.config.ppo.unsup_coef))
+
+    def actor_sum(self) -> str:
+        """The loss of the actor as the sum of its terms, for the log."""
+        summands = []
+        if self.config.has_policy_loss:
+            summands.append(self.config.algorithm.policy_loss)
+        if self.entropy_coef.value > 0:
+            summands.append(f"- {self.entropy_coef.value:g} entropy")
+        for loss_term in self.actor_loss.terms:
+            summands.append(f"+ {loss_term.coef:g} {loss_term.name}")
+        for step_term in self.terms:
+            summands.append(f"+ {step_term.coef:g} {step_term.name}")
+        return " ".join(summands).removeprefix("+ ")
 
     def actor_objective(self, minibatch: MiniBatch[Experience]) -> EngineObjective:
-        """The policy loss of the `minibatch` and, with PTX, the loss of plain text in the same
-        optimizer step, for which this takes the next texts. Nothing is computed yet, but with
-        `--router_loss_coef` the load of the experts, by forward passes over the mini-batch;
-        collective then."""
-        texts: list[SFTBatch] = []
-        text_tokens = torch.ones(())
-        if self.texts:
-            texts, text_tokens = self.texts.take()
-        actor = self.engines.actor
-        ptx_coef = self.config.ppo.unsup_coef
+        """The policy loss of the `minibatch`, with the terms of the whole optimizer step: that of
+        plain text takes the next texts, and others may run forward passes over the mini-batch.
+        Collective."""
         entropy_coef = self.entropy_coef.value
-        sums = MetricSums()
         recorded = None
         if minibatch.micro_batches[0].old_logprobs is None:
             recorded = RecordedTokens()
@@ -121,40 +114,22 @@ class PPOUpdate:
         def policy_loss(rows: Experience, sums: MetricSums) -> Tensor:
             return self.actor_loss(rows, minibatch, entropy_coef, sums, recorded)
 
-        with_router = None
-        if self.router is not None:
-            with self.clock.phase("train"):
-                with_router = with_router_term(
-                    self.router,
-                    "policy/router_loss",
-                    minibatch.micro_batches,
-                    policy_loss,
-                    lambda rows: rows.response_mask.any(dim=1),
-                    sums,
-                )
-
-        def loss(rows: Experience | SFTBatch) -> Tensor:
-            if isinstance(rows, SFTBatch):
-                return ptx_coef * ptx_loss(actor, rows, text_tokens, sums)
-            if with_router is None:
-                return policy_loss(rows, sums)
-            return with_router(rows)
-
         constants = _constants(minibatch)
         constants["entropy_coef"] = entropy_coef
-        constants["text_tokens"] = text_tokens
         constants["minimum_length"] = None
         if self.minimum_length is not None:
             constants["minimum_length"] = (self.minimum_length.ids, self.minimum_length.minimum)
-        return EngineObjective(
-            role="actor",
-            engine=actor,
-            batches=[*minibatch.micro_batches, *texts],
-            loss=loss,
-            sums=sums,
+        loss = StepLoss(
+            batches=minibatch.micro_batches,
+            loss=policy_loss,
+            rows_of=_rows_with_response,
+            sums=MetricSums(),
+            metric_prefix="policy/",
             constants=constants,
-            recorded=recorded,
         )
+        with self.clock.phase("train"):
+            loss = with_terms(loss, self.terms)
+        return EngineObjective("actor", self.engines.actor, loss, recorded)
 
     def critic_objective(
         self,
@@ -165,21 +140,19 @@ class PPOUpdate:
         values of the pass, where scoring has computed none."""
         critic = self.engines.critic
         flags = self.config.algorithm
-        sums = MetricSums()
         assert critic is not None
 
-        def loss(rows: RewardedRollout) -> Tensor:
+        def value_loss(rows: RewardedRollout, sums: MetricSums) -> Tensor:
             return critic_loss(critic, rows, minibatch, flags, sums, recorded)
 
-        return EngineObjective(
-            role="critic",
-            engine=critic,
+        loss = StepLoss(
             batches=minibatch.micro_batches,
-            loss=loss,
-            sums=sums,
+            loss=value_loss,
+            rows_of=_rows_with_response,
+            sums=MetricSums(),
             constants=_constants(minibatch),
-            recorded=recorded,
         )
+        return EngineObjective("critic", critic, loss, recorded)
 
     def minimise(self, objectives: Sequence[EngineObjective], step: int) -> Outcome:
         """Forward, backward and one update of each engine of the `objectives`, of which that of the
@@ -205,7 +178,9 @@ class PPOUpdate:
                 if objective.role == "actor" and gradients.fault is None:
                     logprobs = objective.recorded
                     refused = "--max_log_ratio: the update is not applied"
-                    if _is_above(flags.max_log_ratio, LARGEST_LOG_RATIO, objective.sums, refused):
+                    if _is_above(
+                        flags.max_log_ratio, LARGEST_LOG_RATIO, objective.loss.sums, refused
+                    ):
                         apply(gradients, refused=True)
                         for _, waiting_gradients in waiting:
                             apply(waiting_gradients, refused=True)
@@ -221,7 +196,7 @@ class PPOUpdate:
             ends_step = False
             if "actor" in outcome.grad_norms:
                 consequence = "--target_kl: it was the PPO step's last update"
-                actor_sums = objectives[0].sums
+                actor_sums = objectives[0].loss.sums
                 ends_step = _is_above(flags.target_kl, KL_OF_UPDATE, actor_sums, consequence)
         return Outcome(outcome.grad_norms, outcome.sums, ends_step, logprobs)
 
@@ -230,7 +205,7 @@ class PPOUpdate:
         if objective.gradients is not None:
             return objective.gradients
         with block(f"train {objective.role}"), self.clock.part(objective.role):
-            return accumulate(objective.engine, objective.batches, objective.loss)
+            return accumulate(objective.engine, objective.loss.batches, objective.loss)
 
     def _update_together(
         self,
@@ -250,11 +225,21 @@ class PPOUpdate:
     ) -> None:
         """Record an update that was applied; handle a number that is not finite."""
         self.nonfinite.handle(
-            objective.role, step, result, objective.engine, objective.batches, objective.constants
+            objective.role,
+            step,
+            result,
+            objective.engine,
+            objective.loss.batches,
+            objective.loss.constants,
         )
         if result.applied:
             outcome.grad_norms[objective.role] = result.grad_norm
-            outcome.sums.append(objective.sums)
+            outcome.sums.append(objective.loss.sums)
+
+
+def _rows_with_response(rows: RewardedRollout) -> Tensor:
+    """(b,) bool, True for rows that do not only fill a micro-batch."""
+    return rows.response_mask.any(dim=1)
 
 
 def _is_above(limit: float | None, name: str, sums: MetricSums, consequence: str) -> bool:

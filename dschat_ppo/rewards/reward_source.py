@@ -257,8 +257,8 @@ class RewardMixture:
     ) -> Scores:
         device = rollout.response_ids.device
         left_group = torch.zeros(len(request), dtype=torch.bool, device=device)
-        if rollout.failed is not None and self.default is None:
-            left_group = rollout.failed.clone()
+        if "failed" in rollout.extra and self.default is None:
+            left_group = rollout.extra["failed"].clone()
         if not self.sources:  # distillation alone
             no_scores = torch.zeros(len(request), 0, device=device)
             return Scores(

@@ -18,7 +18,7 @@ from dschat_ppo.engine.build_engine import eval_engine, frozen_policy, require_w
 from dschat_ppo.models.backbone import unwrap
 from dschat_ppo.models.kernel_selection import apply_memory_flags, select_kernels
 from dschat_ppo.models.loading import ModelChanges, load_causal_lm
-from dschat_ppo.models.router_recorder import recorded_router
+from dschat_ppo.models.pass_observers import observed
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.models.wrapped_models import PolicyModel, Teaching
 from dschat_ppo.monitor.metric_sums import MetricSums
@@ -49,7 +49,7 @@ class SFTTeacher:
     def teaching(self, batch: SFTBatch) -> Teaching:
         """What it says of the tokens in the batch's `loss_mask`."""
         policy: Any = unwrap(self.engine)
-        with recorded_router(None):  # the router loss is that of the model that trains
+        with observed(None):  # observers read the passes of the model that trains
             _, _, hidden = self.engine(batch.input_ids, batch.loss_mask, states=True)
         return Teaching(policy.output_layer(hidden), self.divergence)
 

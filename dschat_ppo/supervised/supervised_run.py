@@ -27,8 +27,8 @@ from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.supervised_batches import plan_packing
 from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import Config, require_agreement
-from dschat_ppo.engine.router_term import router_top_k
 from dschat_ppo.errors import StorageError, UserError, counted
+from dschat_ppo.features import hooks
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.kernel_selection import check_long_sequences
 from dschat_ppo.models.loading import check_sequence_classifier, load_config, require_length
@@ -144,8 +144,8 @@ def _check_model(
     tokenizer: PreTrainedTokenizerBase,
     adapter: AdapterSettings | None,
 ) -> None:
-    """Check that the model in `folder` can be trained by the flags: its kind, vocabulary, longest
-    row and router."""
+    """Check that the model in `folder` can be trained by the flags: its kind, vocabulary and
+    longest row, and what features need."""
     fit = config.fit
     if config.has_head:
         model_config = load_config(folder, MODEL)
@@ -160,8 +160,8 @@ def _check_model(
         model_config = check_language_model(
             config, MODEL, folder, tokenizer, fit.max_seq_len, LIMIT, adapter
         )
-    if fit.router_loss_coef > 0:
-        router_top_k(model_config, f"{MODEL} {folder}")
+    for check_trained_model in hooks("checks.check_trained_model"):
+        check_trained_model(config, model_config, f"{MODEL} {folder}")
 
 
 def _require_evaluation_rows(config: FitConfig, rows: TokenRows) -> None:

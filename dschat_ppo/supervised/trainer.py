@@ -3,7 +3,7 @@ optimizer step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,7 @@ from dschat_ppo.engine.optimizer_step import (
     learning_rates,
     loss_scale,
 )
-from dschat_ppo.engine.router_term import router_settings, with_router_term
+from dschat_ppo.engine.step_loss import StepLoss, step_terms, with_terms
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.saving import (
@@ -105,7 +105,7 @@ class SupervisedTrainer(Generic[Batch]):
         # the last measurements of the model, and the step after which they were made
         self.described: dict[str, float | str] = {}
         self.described_step: int | None = None
-        self.router = router_settings(fit.router_loss_coef, model)
+        self.terms = step_terms(config, model)  # of the loss, beside that of the objective
         self.engine = self._build_engine(model, ds_config, config)
         self.rows = rows
         if objective.prepare is not None:
@@ -305,12 +305,9 @@ class SupervisedTrainer(Generic[Batch]):
         def loss(batch: Batch, sums: MetricSums) -> Tensor:
             return self.objective.loss(self.engine, batch, constants["total"], sums)
 
-        loss_of: Callable[[Batch], Tensor] = partial(loss, sums=sums)
-        if self.router is not None:
-            loss_of = with_router_term(
-                self.router, "router_loss", batches, loss, self.objective.real_rows, sums
-            )
-        result = apply(accumulate(self.engine, batches, loss_of))
+        step_loss = StepLoss(batches, loss, self.objective.real_rows, sums)
+        step_loss = with_terms(step_loss, self.terms)
+        result = apply(accumulate(self.engine, step_loss.batches, step_loss))
         self.nonfinite.handle("model", self.steps + 1, result, self.engine, batches, constants)
         return result, sums
 

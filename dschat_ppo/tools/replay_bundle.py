@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite import BUNDLE, MODEL, bad_rows
+from dschat_ppo.ppo.loss_terms import loss_terms
 from dschat_ppo.ppo.mini_dataset import MiniBatch
-from dschat_ppo.ppo.teaching import full_kl_reference, teachers_of
 from dschat_ppo.ppo.token_losses import ActorLoss, critic_loss, ptx_loss
 from dschat_ppo.supervised.sft import SFTTeacher, sft_loss
 from dschat_ppo.supervised.train_preference import OBJECTIVES
@@ -130,7 +131,8 @@ def print_bad(what: str, tensors: Iterable[tuple[str, Tensor]]) -> bool:
 
 
 def loss_function(bundle: dict[str, Any], config: Any, model: Any) -> Callable[[Any], Tensor]:
-    """The loss of one micro-batch, as in the run, but without the term of `--router_loss_coef`."""
+    """The loss of one micro-batch, as in the run, but without terms of the
+    whole optimizer step."""
     constants = bundle["constants"]
     sums = MetricSums()
     if bundle["step_name"] == "sft":
@@ -164,22 +166,13 @@ def _actor_loss(bundle: dict[str, Any], config: Any, model: Any) -> ActorLoss:
     minimum_length = bundle["constants"]["minimum_length"]
     if minimum_length:
         minimum_length = MinimumLength(*minimum_length)
-    reference = None
-    if config.algorithm.full_kl_loss:
-        reference = frozen_model(config, "reference")
-    teachers = None
-    if config.distill_loss_coef > 0:
-        roles = [*config.teacher.models] or ["reference"]
-        frozen_models = [frozen_model(config, role) for role in roles]
-        teachers = teachers_of(config, frozen_models, None, minimum_length)
     return ActorLoss(
         model,
-        full_kl_reference(config, reference, minimum_length),
         config.algorithm,
         config.ppo.temperature,
         minimum_length,
-        teachers,
-        config.distill_loss_coef,
+        loss_terms(config, partial(frozen_model, config), minimum_length),
+        config.has_policy_loss,
     )
 
 

@@ -24,7 +24,7 @@ from dschat_ppo.algorithms.supervised_losses import (
     simpo_pair_loss,
     step_losses,
 )
-from dschat_ppo.models.router_recorder import load_balancing_loss, router_load
+from dschat_ppo.features.router.load import load_balancing_loss, router_load
 
 CHOSEN = torch.tensor([1.0, -0.5, 3.0, 0.2, math.nan])
 REJECTED = torch.tensor([0.0, 0.5, 3.0, -2.0, 9.0])

@@ -13,11 +13,12 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from dschat_ppo.common import dist
 from dschat_ppo.data.batches import SFTBatch
-from dschat_ppo.engine import router_term
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.engine.optimizer_step import accumulate, apply, apply_together, learning_rates
-from dschat_ppo.engine.router_term import RouterSettings, router_settings, with_router_term
+from dschat_ppo.engine.step_loss import StepLoss
+from dschat_ppo.features.router import step_terms
+from dschat_ppo.features.router.step_terms import RouterTerm
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.models.wrapped_models import PolicyModel
@@ -327,15 +328,13 @@ def test_micro_batches_add_up_to_transformers_loss_of_the_whole_step(parts, pack
 
     policy, sums, total = PolicyModel(lm, Layout(packed=packed)), MetricSums(), wanted.sum()
     batches = [SFTBatch(ids[rows], wanted[rows]) for rows in parts]
-    settings = router_settings(0.5, policy)
-    loss_of = with_router_term(
-        settings,
-        "router_loss",
+    step_loss = StepLoss(
         batches,
         lambda batch, sums: sft_loss(policy, batch, total, sums),
         real_rows,
         sums,
     )
+    loss_of = RouterTerm(0.5, 2)(step_loss)
     losses = [loss_of(batch) for batch in batches]
     sum(losses).backward()
     assert sum(losses).item() == pytest.approx((nll + 0.5 * router).item(), rel=1e-5)
@@ -350,18 +349,17 @@ def test_micro_batches_add_up_to_transformers_loss_of_the_whole_step(parts, pack
 
 def test_the_load_is_that_of_all_ranks(monkeypatch):
     """Beside a rank with as many tokens and the same choices, a rank has half of the loss."""
-    monkeypatch.setattr(router_term, "all_reduce", lambda counts: 2 * counts)
+    monkeypatch.setattr(step_terms, "all_reduce", lambda counts: 2 * counts)
     lm = new_model("mixtral")
     ids, wanted, _, router = whole_step(lm)
     policy = PolicyModel(lm)
-    loss_of = with_router_term(
-        router_settings(1.0, policy),
-        "router_loss",
+    step_loss = StepLoss(
         [SFTBatch(ids, wanted)],
         lambda batch, sums: 0 * sft_loss(policy, batch, wanted.sum(), sums),
         real_rows,
         MetricSums(),
     )
+    loss_of = RouterTerm(1.0, 2)(step_loss)
     assert loss_of(SFTBatch(ids, wanted)).item() == pytest.approx(router.item() / 2, rel=1e-5)
 
 
@@ -378,9 +376,7 @@ def test_dropout_is_the_same_in_both_passes():
 
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    loss_of = with_router_term(
-        RouterSettings(1.0, 2), "router_loss", [batch], loss, real_rows, MetricSums()
-    )
+    loss_of = RouterTerm(1.0, 2)(StepLoss([batch], loss, real_rows, MetricSums()))
     assert torch.equal(torch.get_rng_state(), state)
     loss_of(batch)
     torch.testing.assert_close(seen[0], seen[1])

@@ -81,9 +81,7 @@ def test_turns_are_the_runs_of_the_mask():
         ],
     ]
     assert [heading(part) for part in found[1][:2]] == ["model, reward 0.500", "environment"]
-    assert all(
-        "reward" not in part for part in turns_of(tokenizer, replace(rows, turn_rewards=None))[1]
-    )
+    assert all("reward" not in part for part in turns_of(tokenizer, replace(rows, extra={}))[1])
 
 
 def test_samples_printed_answers_and_held_out_answers_have_turns():
@@ -334,7 +332,7 @@ def test_a_rollout_knows_its_failed_episodes_and_the_messages_that_functions_of_
         rows = rows_of(tokenizer, [("One.", True, 0.0)], [("Two.", True, 0.0)])
         turns = SimpleNamespace(records=records, finish=lambda: None)
         ended.append(rollouts.end(rows, turns, False, True))
-    assert ended[1].failed.tolist() == [False, True]
+    assert ended[1].extra["failed"].tolist() == [False, True]
     prompts = Dataset.from_dict({"row": ["{}"]})
     requests = RewardRequests(SimpleNamespace(names=[]), prompts, tokenizer, rollouts)
     found = [[text.messages for text in requests.request(rows, [0], 0).texts] for rows in ended]
@@ -377,6 +375,6 @@ def test_environments_that_all_fail_at_first_end_the_run():
     assert [metrics["invented_observations"] for metrics in rollouts._metrics[-2:]] == [3, 0]
     rollouts._has_counted = False
     end("x", "")
-    assert end("x", "y").turn_rewards.tolist() == [[0.5], [0.5]], (
+    assert end("x", "y").extra["turn_rewards"].tolist() == [[0.5], [0.5]], (
         "later failures cost their episodes alone"
     )

@@ -10,15 +10,16 @@ from every_architecture import ARCHITECTURES, config_of
 from rows_alone import model_of, rollout
 from tiny_models import VOCABULARY, new_model
 
-from dschat_ppo.engine.router_term import router_top_k
 from dschat_ppo.errors import UserError
+from dschat_ppo.features.router.checks import router_top_k
+from dschat_ppo.features.router.load import RouterRecorder, router_load
 from dschat_ppo.models import activation_memory
 from dschat_ppo.models.activation_memory import last_mlp
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.micro_batches import common_beginnings, lay_out
 from dschat_ppo.models.packing import NAME, reason_not_to_pack
-from dschat_ppo.models.router_recorder import recorded_router, router_load
+from dschat_ppo.models.pass_observers import observed
 from dschat_ppo.models.wrapped_models import (
     PolicyModel,
     ScalarModel,
@@ -172,7 +173,8 @@ def test_a_shared_token_counts_for_each_of_its_rows_in_the_router_loss():
     lm, rows, counted = new_model("mixtral"), rollout(), torch.arange(9) != 2
     loads = []
     for shares in (False, True):
-        with recorded_router(counted, 2) as recorded:
+        recorded: list = []
+        with observed(RouterRecorder(counted, 2, recorded)):
             response_logprobs(PolicyModel(lm, Layout(shares=shares)), rows, 1.0)
         [load] = recorded
         gradient = torch.autograd.grad(
@@ -221,7 +223,8 @@ def test_a_policy_counts_the_tokens_before_the_last_one_of_real_rows(fused, pack
     lm = new_model("mixtral")
     ids, wanted = rows()
     real = torch.tensor([i in counted_rows for i in range(3)])
-    with recorded_router(real, 2) as loads:
+    loads: list = []
+    with observed(RouterRecorder(real, 2, loads)):
         logprobs, _ = PolicyModel(lm, Layout(fused, packed))(ids, wanted)
     [load] = loads
     assert_equal(load, load_alone(lm.model, ids, ROW_LENGTHS - 1, counted_rows))
@@ -237,7 +240,8 @@ def test_a_reward_model_counts_all_tokens_of_real_rows(packed, last_only):
     classifier = new_model("mixtral").eval()
     classifier.score = torch.nn.Linear(32, 1, bias=False)
     ids, _ = rows()
-    with recorded_router(torch.tensor([True, False, True]), 2) as loads:
+    loads: list = []
+    with observed(RouterRecorder(torch.tensor([True, False, True]), 2, loads)):
         ScalarModel(classifier, Layout(packed=packed))(ids, ROW_LENGTHS, last_only)
     [load] = loads
     assert_equal(load, load_alone(classifier.model, ids, ROW_LENGTHS, [0, 2]))
@@ -250,7 +254,8 @@ def test_recomputed_activations_give_the_same_gradient():
         policy = PolicyModel(new_model("mixtral"), Layout(packed=True)).train()
         if checkpointing:
             policy.gradient_checkpointing_enable()
-        with recorded_router(torch.ones(3, dtype=torch.bool), 2) as loads:
+        loads: list = []
+        with observed(RouterRecorder(torch.ones(3, dtype=torch.bool), 2, loads)):
             logprobs, _ = policy(ids, wanted)
         assert len(loads) == 1
         (logprobs.sum() + loads[0].probability[1]).backward()

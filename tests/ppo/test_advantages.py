@@ -288,7 +288,7 @@ def test_rewards_to_go_are_received_at_the_ends_of_turns(name):
     turn_rewards[3, 1], turn_rewards[3, 3] = 1.0, 0.5
     scores = rows.scores.clone()
     scores[3] = 2 * 1.5 + 0.25
-    rows = replace(rows, response_mask=mask, turn_rewards=turn_rewards, scores=scores)
+    rows = replace(rows, response_mask=mask, scores=scores, extra={"turn_rewards": turn_rewards})
     whitening = {"whiten_advantages": False} if name == "gae" else {}
     flags = AlgorithmFlags(advantage_estimator=name, kl_coef=0.0, **whitening)
     whole, to_go = (
@@ -319,12 +319,12 @@ def test_equal_rewards_of_another_order_or_in_other_turns_teach_nothing(name):
     turn_rewards[2:, 1], turn_rewards[2:, 3] = 7 * 100.3, 0.0
     scores = turn_rewards.sum(dim=1) * torch.tensor([1.0, 1 + 2e-7, 1.0, 1 - 2e-7])
     assert len(scores.unique()) == 4
-    rows = scored(turn_rewards=None)
+    rows = scored()
     rows = select_rows(rows, torch.arange(4))
     rows = replace(
         rows,
         response_mask=mask,
-        turn_rewards=turn_rewards,
+        extra={"turn_rewards": turn_rewards},
         scores=scores,
         groups=torch.tensor([4, 4, 8, 8]),
     )

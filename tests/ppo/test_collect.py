@@ -184,9 +184,9 @@ def test_answers_of_the_data_are_cut_and_have_the_log_probs_of_the_actor(assets,
             expected, abs=1e-4
         )
     seen = sampler.with_teacher_prompts(found, [1, 0])
-    assert seen.prompt_ids.shape == seen.teacher_prompt_ids.shape == (2, 4)
-    assert seen.teacher_prompt_ids[0].tolist() == [7, 8, 9, 4]
-    assert seen.teacher_prompt_mask.sum(dim=1).tolist() == [4, 1]
+    assert seen.prompt_ids.shape == seen.extra["teacher_prompt_ids"].shape == (2, 4)
+    assert seen.extra["teacher_prompt_ids"][0].tolist() == [7, 8, 9, 4]
+    assert seen.extra["teacher_prompt_mask"].sum(dim=1).tolist() == [4, 1]
     drawn = [ppo.collection._samples_in(step) for step in range(1, 401)]
     assert 160 < sum(drawn) < 240 and drawn[:20] == [
         ppo.collection._samples_in(step) for step in range(1, 21)

@@ -245,7 +245,7 @@ def test_a_micro_batch_waits_only_before_the_layers(role, flags):
 
     def loss_of(model, rows, sums):
         if role == "actor":
-            return ActorLoss(model, None, flags, 0.7)(rows, MINIBATCH, flags.entropy_coef, sums)
+            return ActorLoss(model, flags, 0.7)(rows, MINIBATCH, flags.entropy_coef, sums)
         return critic_loss(model, rows, MINIBATCH, flags, sums)
 
     make, sums, real = policy if role == "actor" else critic, MetricSums(), MetricSums()

@@ -13,20 +13,20 @@ from tiny_models import new_model
 
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.algorithms.controllers import FixedCoefficient
-from dschat_ppo.algorithms.divergence import Divergence
 from dschat_ppo.algorithms.kl import KL_ESTIMATORS
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import SFTBatch
 from dschat_ppo.engine.optimizer_step import Fault, StepResult
-from dschat_ppo.models.router_recorder import recorded_router
+from dschat_ppo.features.router.load import RouterRecorder
+from dschat_ppo.models.pass_observers import observed
 from dschat_ppo.models.wrapped_models import PolicyModel, ResponseLogprobs, response_logprobs
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite import NonFinitePolicy
 from dschat_ppo.ppo import token_losses, update
+from dschat_ppo.ppo.loss_terms import LossTerm, _sampled_kl, full_kl_term
 from dschat_ppo.ppo.mini_dataset import MiniBatch
-from dschat_ppo.ppo.teaching import Teachers
 from dschat_ppo.ppo.token_losses import ActorLoss, RecordedTokens, critic_loss
 from dschat_ppo.ppo.update import PPOUpdate
 from dschat_ppo.types import Experience, MinimumLength, RewardedRollout
@@ -79,11 +79,29 @@ def loss_of(monkeypatch):
         asked.clear()
         monkeypatch.setattr(token_losses, "response_logprobs", response_logprobs)
         sums, flags = MetricSums(), AlgorithmFlags(**flags)
-        reference = (
-            SimpleNamespace(teachings=lambda rows: ["reference"]) if flags.full_kl_loss else None
-        )
-        taught = SimpleNamespace(teachings=lambda rows: teachers) if teachers else None
-        loss = ActorLoss("actor", reference, flags, 0.7, ENDS, taught, distill_coef)
+        terms = []
+        if flags.full_kl_loss:
+            reference = LossTerm(
+                "KL",
+                flags.kl_loss_coef,
+                "policy/kl_loss",
+                lambda rows, current, divergences: divergences[0],
+                lambda rows: ["reference"],
+            )
+            terms.append(reference)
+        elif flags.kl_loss_coef > 0:
+            terms.append(LossTerm("KL", flags.kl_loss_coef, "policy/kl_loss", _sampled_kl(flags)))
+        if teachers:
+            taught = LossTerm(
+                "reverse_kl",
+                distill_coef,
+                "distill/divergence",
+                lambda rows, current, divergences: sum(divergences),
+                lambda rows: teachers,
+            )
+            terms.append(taught)
+        has_policy_loss = flags.advantage_estimator != "none"
+        loss = ActorLoss("actor", flags, 0.7, ENDS, terms, has_policy_loss)
         return float(loss(rows or rows_of(), MINIBATCH, entropy_coef, sums)), sums, asked
 
     return loss_of
@@ -172,13 +190,14 @@ def test_the_router_loss_beside_the_full_kl_is_that_of_the_actor_alone():
     )
     actor, reference = PolicyModel(new_model("mixtral")), PolicyModel(new_model("mixtral"))
     flags = AlgorithmFlags(kl_loss_coef=0.5, kl_loss_estimator="full")
-    teacher, loads = Teachers([reference], Divergence("reverse_kl"), 1.0), []
-    for model in (None, teacher):
-        with recorded_router(torch.ones(2, dtype=torch.bool), 2) as recorded:
-            if model is None:
+    full_kl, loads = full_kl_term(reference, 0.5, 1.0), []
+    for terms in ([], [full_kl]):
+        recorded: list = []
+        with observed(RouterRecorder(torch.ones(2, dtype=torch.bool), 2, recorded)):
+            if not terms:
                 response_logprobs(actor, rows, 1.0)
             else:
-                ActorLoss(actor, model, flags, 1.0)(rows, MINIBATCH, 0.0, MetricSums())
+                ActorLoss(actor, flags, 1.0, terms=terms)(rows, MINIBATCH, 0.0, MetricSums())
         loads += recorded
     assert (
         len(loads) == 2
@@ -244,7 +263,7 @@ def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_that_of_the_log
     flags = AlgorithmFlags(
         policy_loss=policy_loss, loss_aggregation="token_mean", off_policy_delta=0.01
     )
-    loss = ActorLoss("actor", None, flags, 1.0)(rows, MINIBATCH, 0.0, sums, recorded)
+    loss = ActorLoss("actor", flags, 1.0)(rows, MINIBATCH, 0.0, sums, recorded)
     loss.backward()
     torch.testing.assert_close(logprobs.grad, torch.where(COUNTED, -2.0 / 6, 0.0))
     found = sums.reduce()
@@ -312,6 +331,12 @@ ALIGNED = ["actor gradients", "critic gradients", "together actor", "together cr
 FP16 = "--align_overflow --dtype fp16"
 
 
+class Named(str):
+    """Stands for an engine."""
+
+    module = "model"
+
+
 class Engines:
     """Stands for `engine.optimizer_step` and the losses: notes what is done and gives prepared
     results."""
@@ -319,8 +344,9 @@ class Engines:
     def __init__(self, monkeypatch, log_ratios, **results: StepResult):
         self.done, self.results, self.losses = [], results, {}
         self.log_ratios = torch.tensor(log_ratios)
-        for name in ("accumulate", "apply", "apply_together", "critic_loss", "ptx_loss"):
+        for name in ("accumulate", "apply", "apply_together", "critic_loss"):
             monkeypatch.setattr(update, name, getattr(self, name))
+        monkeypatch.setattr(token_losses, "ptx_loss", self.ptx_loss)
         monkeypatch.setattr(update, "ActorLoss", lambda **_: self.actor_loss)
 
     def actor_loss(self, rows, minibatch, entropy_coef, sums, recorded):
@@ -360,7 +386,7 @@ def one_step(
     config = parse("ppo", (WORDS + words).split())
     engines = Engines(monkeypatch, log_ratios, actor=actor, critic=critic)
     policy = policy or NonFinitePolicy(config.safety)
-    roles = SimpleNamespace(actor="actor", critic="critic", reference="reference", teachers=[])
+    roles = SimpleNamespace(actor=Named("actor"), critic="critic", frozen=lambda role: role)
     updates = PPOUpdate(config, None, roles, texts, FixedCoefficient(0.01), policy, PhaseClock())
     outcome = updates.minimise([updates.actor_objective(STEP), updates.critic_objective(STEP)], 3)
     measured = sorted(
@@ -444,7 +470,7 @@ def test_gradients_of_the_critic_that_wait_are_dropped_with_a_forbidden_aligned_
     """Else they would be added to those of the next step."""
     config = parse("ppo", f"{WORDS} {FP16} --max_log_ratio 0.1".split())
     engines = Engines(monkeypatch, (0.2, -0.2), actor=GOOD, critic=GOOD)
-    roles = SimpleNamespace(actor="actor", critic="critic", reference="reference", teachers=[])
+    roles = SimpleNamespace(actor=Named("actor"), critic="critic", frozen=lambda role: role)
     updates = PPOUpdate(
         config,
         None,

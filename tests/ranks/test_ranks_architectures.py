@@ -24,8 +24,8 @@ from transformers import (
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from workers.architectures import IDS, LENGTHS
 
-from dschat_ppo.engine.router_term import router_top_k
 from dschat_ppo.errors import UserError
+from dschat_ppo.features.router.checks import router_top_k
 from dschat_ppo.models.adapters import lora_targets
 from dschat_ppo.models.loading import load_sequence_classifier
 from dschat_ppo.models.weight_headers import checkpoint_shapes

@@ -470,7 +470,7 @@ def test_a_failure_of_a_source_with_a_weight_costs_the_score(sources, total, lef
 
 
 def test_rows_whose_environment_failed_leave_unless_they_have_a_default(monkeypatch):
-    rollout = replace(THREE_ROWS, failed=torch.tensor([False, True, False]))
+    rollout = replace(THREE_ROWS, extra={"failed": torch.tensor([False, True, False])})
     monkeypatch.setattr(Fixed, "__call__", lambda self, request, rollout: torch.ones(3))
     for default, left in ((None, [1]), (0.0, [])):
         mixed = RewardMixture([(Fixed("environment", [1, 1, 1]), 1.0)], default)(THREE, rollout)

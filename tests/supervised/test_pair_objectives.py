@@ -22,8 +22,9 @@ from torch.nn.functional import softplus
 from dschat_ppo.algorithms.divergence import Divergence
 from dschat_ppo.data.batches import PADDING_ROW
 from dschat_ppo.data.prepare import TokenRows
+from dschat_ppo.features.router.load import RouterRecorder
 from dschat_ppo.models.backbone import Layout
-from dschat_ppo.models.router_recorder import recorded_router
+from dschat_ppo.models.pass_observers import observed
 from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.objective import UsedRows
@@ -84,7 +85,8 @@ def test_with_a_teacher_the_loss_is_a_mixture_of_its_divergence_and_the_cross_en
         )
     nll = sum(nll_alone(model, row, False)[0] for row in (3, 0))
     # as the model that trains may have routers
-    with recorded_router(torch.ones(2).bool(), 2) as loads:
+    loads: list = []
+    with observed(RouterRecorder(torch.ones(2).bool(), 2, loads)):
         assert teacher.teaching(batch) and not loads
     loss = objective.loss(PolicyModel(model), batch, torch.tensor(tokens), sums)
     expected = (share * divergence + (1 - share) * nll) / tokens

@@ -285,7 +285,7 @@ def test_losses_of_actor_and_critic_match_the_run(assets, tmp_path, capsys, scor
     config = config_of(assets, tmp_path, "ppo")
     actor, critic, rows = engine_of("policy"), engine_of("scalar"), experience()
     loss = ActorLoss(
-        actor.module, None, config.algorithm, config.ppo.temperature, MinimumLength((40, 41), 1)
+        actor.module, config.algorithm, config.ppo.temperature, MinimumLength((40, 41), 1)
     )
     rows = rows if scored else replace(rows, old_logprobs=None)
     by_run = loss(rows, MINIBATCH, 0.01, MetricSums())

@@ -13,7 +13,6 @@ import contextlib
 import io
 import json
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +26,9 @@ from dschat_ppo.data.batches import SFTBatch
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.engine.optimizer_step import accumulate, apply
-from dschat_ppo.engine.router_term import router_settings, with_router_term
+from dschat_ppo.engine.step_loss import StepLoss
+from dschat_ppo.features.router.checks import router_top_k
+from dschat_ppo.features.router.step_terms import RouterTerm
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.loading import load_causal_lm
 from dschat_ppo.models.saving import gather_state, save_model
@@ -80,16 +81,14 @@ def update(folder: str, rows: list[list[list[int]]], coef: float, out: str) -> N
     slots = torch.arange(ids.shape[1])
     batch = SFTBatch(ids, (slots > 0) & (slots < lengths.unsqueeze(1)))
     total = torch.tensor(sum(len(row) - 1 for part in rows for row in part))
-    sums, settings = MetricSums(), router_settings(coef, model)
+    sums = MetricSums()
 
     def loss(rows: SFTBatch, sums: MetricSums) -> torch.Tensor:
         return sft.sft_loss(engine, rows, total, sums)
 
-    loss_of = partial(loss, sums=sums)
-    if settings is not None:
-        loss_of = with_router_term(
-            settings, "router_loss", [batch], loss, lambda rows: rows.loss_mask.any(dim=1), sums
-        )
+    loss_of = StepLoss([batch], loss, lambda rows: rows.loss_mask.any(dim=1), sums)
+    if coef > 0:
+        loss_of = RouterTerm(coef, router_top_k(model.config, "the model"))(loss_of)
     apply(accumulate(engine, [batch], loss_of))
     weights = gather_state(engine.module.lm)
     if dist.is_main():

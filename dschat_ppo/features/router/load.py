@@ -3,56 +3,36 @@ that balances it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# rows that count, experts per token, recorded loads; the last one is active; None: nothing is
-# recorded
-_RECORDED: list[tuple[Tensor, int, list[RouterLoad]] | None] = [None]
+from dschat_ppo.models.pass_observers import LayOut
 
 
-@contextmanager
-def recorded_router(rows: Tensor | None, top_k: int = 0) -> Iterator[list[RouterLoad]]:
-    """Record the load of each forward pass of a `PolicyModel` or `ScalarModel` over micro-batches,
-    of which the `rows` (B,) bool count, by the `top_k` experts of each token. None: record nothing,
-    of a model that does not train."""
-    loads: list[RouterLoad] = []
-    recorder = None
-    if rows is not None:
-        recorder = rows, top_k, loads
-    _RECORDED.append(recorder)
-    try:
-        yield loads
-    finally:
-        _RECORDED.pop()
+@dataclass(frozen=True)
+class RouterRecorder:
+    """Records the load of each forward pass: a `PassObserver`."""
 
+    rows: Tensor  # (B,) bool, those that count
+    top_k: int  # experts of each token
+    loads: list[RouterLoad] = field(default_factory=list)
 
-def router_arguments() -> dict[str, bool]:
-    """Arguments with which a model returns the logits of its routers, while they are recorded."""
-    if _RECORDED[-1] is None:
-        return {}
-    return {"output_router_logits": True}
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Let the model return the logits of its routers."""
+        return {"output_router_logits": True}
 
-
-def record_router(
-    output: Any, read: Tensor, lay_out: Callable[[Tensor], Tensor] = torch.flatten
-) -> None:
-    """Record the load of a forward pass with `router_arguments`, if it is wanted. `read` (B, T)
-    bool: tokens whose states are read. `lay_out`: a mask (B, T) -> how often each of the N tokens
-    that this rank's model ran is in it, bool or int64, of padded, packed or divided rows."""
-    if _RECORDED[-1] is None:
-        return
-    rows, top_k, loads = _RECORDED[-1]
-    counted = lay_out(read & rows.unsqueeze(1)).flatten()  # (N,)
-    logits = [
-        layer.reshape(len(counted), -1) for layer in output.router_logits if layer is not None
-    ]
-    loads.append(router_load(logits, counted, top_k))
+    def observe(self, output: Any, read: Tensor, lay_out: LayOut) -> None:
+        """Record the load of one forward pass over the tokens that are `read` (B, T) bool."""
+        counted = lay_out(read & self.rows.unsqueeze(1)).flatten()  # (N,)
+        logits = [
+            layer.reshape(len(counted), -1) for layer in output.router_logits if layer is not None
+        ]
+        self.loads.append(router_load(logits, counted, self.top_k))
 
 
 @dataclass(frozen=True)

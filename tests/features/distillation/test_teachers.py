@@ -11,13 +11,22 @@ from tiny_models import VOCABULARY, new_model
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.algorithms.divergence import Divergence, dense_divergence
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
+from dschat_ppo.features.distillation.loss_terms import divergence_term
+from dschat_ppo.features.distillation.teachers import Teachers
 from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo.advantages import AdvantageComputation
+from dschat_ppo.ppo.loss_terms import full_kl_term
 from dschat_ppo.ppo.mini_dataset import MiniBatch
-from dschat_ppo.ppo.teaching import Teachers
 from dschat_ppo.ppo.token_losses import ActorLoss
-from dschat_ppo.types import Experience, MinimumLength, RewardedRollout, concat_rows, select_rows
+from dschat_ppo.types import (
+    Experience,
+    MinimumLength,
+    RewardedRollout,
+    concat_rows,
+    select_rows,
+    with_columns,
+)
 
 TEMPERATURE, ANSWERS, PROMPTS, SEEN = 0.8, (4, 2, 0, 3), (3, 5, 2, 1), (6, 5, 2, 4)
 # the second row's tokens count for the critic alone; an observation stands in the middle of the
@@ -48,7 +57,7 @@ def rows_of(**changes) -> Experience:
 def tables(lm, rows, number: int, of_teacher: bool) -> torch.Tensor:
     """(chosen tokens, V) log-probs of one row, by whole logits of plain transformers."""
     ids, mask = (
-        (rows.teacher_prompt_ids, rows.teacher_prompt_mask)
+        (rows.extra["teacher_prompt_ids"], rows.extra["teacher_prompt_mask"])
         if of_teacher
         else (rows.prompt_ids, rows.prompt_mask)
     )
@@ -74,15 +83,23 @@ def test_the_loss_is_the_mean_divergence_over_the_counted_tokens_of_the_rows_of_
     """Beside it stands the full KL to the reference, which reads what the student reads, and scores
     all rows. Teachers that are given as if they trained drop nothing out."""
     student, *others = models
-    rows = rows_of(teachers=None if teachers is None else torch.tensor(teachers))
+    rows = rows_of()
     if not reads_more:
-        rows = replace(rows, teacher_prompt_ids=None, teacher_prompt_mask=None)
+        rows = replace(rows, extra={})
+    if teachers is not None:
+        rows = with_columns(rows, {"teachers": torch.tensor(teachers)})
     engines = [PolicyModel(each).train() for each in (others if teachers else others[:1])]
-    reference = Teachers([PolicyModel(others[1])], Divergence("reverse_kl"), TEMPERATURE)
+    reference = full_kl_term(PolicyModel(others[1]), 0.5, TEMPERATURE)
     taught = Teachers(engines, Divergence("jsd", 0.3), TEMPERATURE)
     flags = AlgorithmFlags(advantage_estimator="none", kl_loss_coef=0.5, kl_loss_estimator="full")
     actor_loss, sums = (
-        ActorLoss(PolicyModel(student), reference, flags, TEMPERATURE, None, taught, 2.0),
+        ActorLoss(
+            PolicyModel(student),
+            flags,
+            TEMPERATURE,
+            terms=[reference, divergence_term(taught, 2.0)],
+            has_policy_loss=False,
+        ),
         MetricSums(),
     )
     loss = actor_loss(rows, MINIBATCH, 0.0, sums)
@@ -147,17 +164,13 @@ def test_the_kl_of_each_token_is_subtracted_from_its_advantage():
         teacher_logprobs=torch.tensor([[-1.0, -3.0], [-0.5, -1.0], [-9.0, -9.0]]),
     )
     flags = AlgorithmFlags(advantage_estimator="reinforce_plus_plus", kl_coef=0.0)
-    plain = (
-        AdvantageComputation(flags, 2, 0, 0.0)
-        .advantages(replace(rows, teacher_logprobs=None), 1)
-        .advantages
-    )
+    plain = AdvantageComputation(flags, 2, 0, 0.0).advantages(replace(rows, extra={}), 1).advantages
     taught = AdvantageComputation(flags, 2, 0, 0.0, distill_coef=0.5)
     torch.testing.assert_close(
         taught.advantages(rows, 1).advantages - plain,
         torch.tensor([[0, -1], [0.25, 0], [-4, 0]]).float(),
     )
-    routed = replace(rows, teachers=torch.tensor([0, 1, -1]))
+    routed = with_columns(rows, {"teachers": torch.tensor([0, 1, -1])})
     assert float(taught.advantages(routed, 1).advantages[2, 0]) == float(plain[2, 0]), (
         "no teacher teaches this row"
     )
@@ -170,10 +183,11 @@ def test_the_kl_of_each_token_is_subtracted_from_its_advantage():
 def test_what_a_teacher_reads_goes_with_its_row():
     rows = rows_of()
     found = select_rows(rows, torch.tensor([3, 1]))
-    assert found.prompt_ids.shape == found.teacher_prompt_ids.shape == (2, 5), (
+    assert found.prompt_ids.shape == found.extra["teacher_prompt_ids"].shape == (2, 5), (
         "the longest of both, 4 and 5"
     )
-    assert found.teacher_prompt_ids[0, 1:].tolist() == rows.teacher_prompt_ids[3, 2:].tolist()
+    read = found.extra["teacher_prompt_ids"][0, 1:]
+    assert read.tolist() == rows.extra["teacher_prompt_ids"][3, 2:].tolist()
     both = concat_rows([found, select_rows(rows, torch.tensor([0]))])
-    assert both.teacher_prompt_mask.sum(dim=1).tolist() == [4, 5, 6]
+    assert both.extra["teacher_prompt_mask"].sum(dim=1).tolist() == [4, 5, 6]
     assert both.prompt_mask.sum(dim=1).tolist() == [1, 5, 3]

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from dschat_ppo.algorithms.divergence import Divergence
 from dschat_ppo.config.ppo_config import PPOConfig
-from dschat_ppo.models.router_recorder import recorded_router
+from dschat_ppo.models.pass_observers import observed
 from dschat_ppo.models.wrapped_models import ResponseLogprobs, Teaching, response_logprobs
 from dschat_ppo.types import ForwardedRollout, MinimumLength, Model, select_rows
 
 
 @dataclass(frozen=True)
 class Teachers:
-    """Models whose distributions the actor learns, each from the rows that `rows.teachers` assigns
-    to it; None: the first one from all rows."""
+    """Models whose distributions the actor learns, each from the rows that the column
+    `teachers` assigns to it; without the column the first one from all rows."""
 
     engines: Sequence[Model]
     divergence: Divergence
@@ -35,7 +35,7 @@ class Teachers:
         for taught_rows, outputs in self._outputs(rows, keeps_layer=True):
             assert outputs.layer is not None
             tokens = None  # all
-            if rows.teachers is not None:
+            if "teachers" in rows.extra:
                 tokens = torch.isin(row_of_token, taught_rows).nonzero().squeeze(1)
             teachings.append(Teaching(outputs.layer, self.divergence, tokens))
         return teachings
@@ -60,12 +60,14 @@ class Teachers:
         on the first one without its response.
         """
         read_rows = rows
-        if rows.teacher_prompt_ids is not None and rows.teacher_prompt_mask is not None:
+        if "teacher_prompt_ids" in rows.extra:
             read_rows = replace(
-                rows, prompt_ids=rows.teacher_prompt_ids, prompt_mask=rows.teacher_prompt_mask
+                rows,
+                prompt_ids=rows.extra["teacher_prompt_ids"],
+                prompt_mask=rows.extra["teacher_prompt_mask"],
             )
         device = rows.response_ids.device
-        teacher_of_row = rows.teachers
+        teacher_of_row = rows.extra.get("teachers")
         if teacher_of_row is None:
             teacher_of_row = torch.zeros(len(rows.response_ids), dtype=torch.int64, device=device)
         for teacher, engine in enumerate(self.engines):
@@ -78,7 +80,7 @@ class Teachers:
                 no_response = torch.zeros_like(input_rows.response_mask)
                 input_rows = replace(input_rows, response_mask=no_response)
             engine.eval()
-            with recorded_router(None):  # the router loss is the actor's
+            with observed(None):  # observers read the actor's passes
                 outputs = response_logprobs(
                     engine,
                     input_rows,
@@ -101,12 +103,3 @@ def teachers_of(
     if not engines and reference is not None:
         engines = [reference]
     return Teachers(engines, divergence, config.ppo.temperature, minimum_length)
-
-
-def full_kl_reference(
-    config: PPOConfig, reference: Model | None, minimum_length: MinimumLength | None
-) -> Teachers | None:
-    """The reference, if the loss has its exact KL."""
-    if reference is None or not config.algorithm.full_kl_loss:
-        return None
-    return Teachers([reference], Divergence("reverse_kl"), config.ppo.temperature, minimum_length)

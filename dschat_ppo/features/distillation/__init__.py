@@ -1,0 +1,1 @@
+"""Distillation: the actor learns from the distributions of teachers."""

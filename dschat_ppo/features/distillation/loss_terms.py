@@ -1,0 +1,41 @@
+"""The divergence from the teachers as a term of the actor's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.features.distillation.teachers import Teachers, teachers_of
+from dschat_ppo.models.wrapped_models import ResponseLogprobs
+from dschat_ppo.ppo.loss_terms import LossTerm
+from dschat_ppo.types import Experience, MinimumLength, Model
+
+
+def term_of(
+    config: PPOConfig, frozen: Callable[[str], Model], minimum_length: MinimumLength | None
+) -> LossTerm | None:
+    """The divergence of the actor from its teachers as a term of its loss; None if it is not in the
+    loss. Arguments as `loss_terms`."""
+    coef = config.distill_loss_coef
+    if coef == 0:
+        return None
+    engines = [frozen(role) for role in config.teacher.models]
+    if not engines:
+        engines = [frozen("reference")]
+    teachers = teachers_of(config, engines, None, minimum_length)
+    return divergence_term(teachers, coef)
+
+
+def divergence_term(teachers: Teachers, coef: float) -> LossTerm:
+    """The sum of the divergences from the teachers, of which each teaches its own rows."""
+
+    def token_losses(
+        rows: Experience, current: ResponseLogprobs, divergences: Sequence[Tensor]
+    ) -> Tensor:
+        return torch.stack([*divergences]).sum(dim=0)
+
+    name = teachers.divergence.kind
+    return LossTerm(name, coef, "distill/divergence", token_losses, teachers.teachings)

@@ -1,0 +1,1 @@
+"""Environments: responses of several turns, which act in them."""

@@ -1,0 +1,115 @@
+"""Terms of the actor's loss beside the policy loss: means of a loss of each response token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dschat_ppo.algorithms.divergence import Divergence
+from dschat_ppo.algorithms.kl import kl_loss
+from dschat_ppo.config.algorithm_flags import AlgorithmFlags
+from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.features import hooks
+from dschat_ppo.models.pass_observers import observed
+from dschat_ppo.models.wrapped_models import ResponseLogprobs, Teaching, response_logprobs
+from dschat_ppo.types import Experience, MinimumLength, Model
+
+
+def _nothing(rows: Experience) -> list[Teaching]:
+    """No other distribution."""
+    return []
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """A term of the actor's loss, averaged over the tokens of the optimizer step."""
+
+    name: str  # as a run prints it
+    coef: float  # its weight
+    metric: str  # under which its mean is recorded
+    # (micro-batch, its log-probs, divergences from `distributions`) -> losses (b, R) with gradient
+    token_losses: Callable[[Experience, ResponseLogprobs, Sequence[Tensor]], Tensor]
+    # (micro-batch) -> distributions that the actor's forward pass is compared with, from which it
+    # gives as many divergences
+    distributions: Callable[[Experience], list[Teaching]] = _nothing
+
+
+def loss_terms(
+    config: PPOConfig, frozen: Callable[[str], Model], minimum_length: MinimumLength | None
+) -> list[LossTerm]:
+    """The terms that the flags ask for: the KL to the reference, and those of the features, which
+    offer them as `loss_terms.term_of` with these arguments, a `LossTerm` or None.
+
+    Args:
+        config: the flags.
+        frozen: role -> the model of that role, which does not train.
+        minimum_length: of sampling.
+    """
+    terms = []
+    if config.algorithm.kl_loss_coef > 0:
+        terms.append(kl_term(config, frozen, minimum_length))
+    for term_of in hooks("loss_terms.term_of"):
+        term = term_of(config, frozen, minimum_length)
+        if term is not None:
+            terms.append(term)
+    return terms
+
+
+def kl_term(
+    config: PPOConfig, frozen: Callable[[str], Model], minimum_length: MinimumLength | None
+) -> LossTerm:
+    """The KL of the actor to the reference: over the whole vocabulary with `--kl_loss_estimator
+    full`, else estimated from the sampled token. Arguments as `loss_terms`."""
+    flags = config.algorithm
+    name = f"KL ({flags.kl_loss_estimator})"
+    if not flags.full_kl_loss:
+        return LossTerm(name, flags.kl_loss_coef, "policy/kl_loss", _sampled_kl(flags))
+    return full_kl_term(
+        frozen("reference"), flags.kl_loss_coef, config.ppo.temperature, minimum_length, name
+    )
+
+
+def _sampled_kl(flags: AlgorithmFlags) -> Callable[..., Tensor]:
+    """The estimate of the KL from the sampled tokens."""
+
+    def token_losses(rows: Experience, current: ResponseLogprobs, divergences: Any) -> Tensor:
+        assert rows.ref_logprobs is not None
+        return kl_loss(
+            current.logprobs,
+            rows.ref_logprobs,
+            flags.kl_loss_estimator,
+            flags.kl_straight_through,
+        )
+
+    return token_losses
+
+
+def full_kl_term(
+    reference: Model,
+    coef: float,
+    temperature: float,
+    minimum_length: MinimumLength | None = None,
+    name: str = "KL (full)",
+) -> LossTerm:
+    """The KL to the whole distributions of the `reference`, which reads what the actor reads."""
+
+    @torch.no_grad()
+    def distributions(rows: Experience) -> list[Teaching]:
+        reference.eval()
+        with observed(None):  # observers read the actor's passes
+            outputs = response_logprobs(
+                reference, rows, temperature, minimum_length=minimum_length, keeps_layer=True
+            )
+        assert outputs.layer is not None
+        return [Teaching(outputs.layer, Divergence("reverse_kl"))]
+
+    def token_losses(
+        rows: Experience, current: ResponseLogprobs, divergences: Sequence[Tensor]
+    ) -> Tensor:
+        return divergences[0]
+
+    return LossTerm(name, coef, "policy/kl_loss", token_losses, distributions)
