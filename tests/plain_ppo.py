@@ -104,6 +104,8 @@ class PlainEngines:
         self.teachers = [
             PolicyModel(LlamaForCausalLM.from_pretrained(name)).eval() for name in teachers
         ]
+        self._of_role = {"reference": self.reference}
+        self._of_role |= zip(config.teacher.models, self.teachers, strict=True)
         self.critic = None
         if algorithm.has_critic:
             critic = ScalarModel(LlamaForSequenceClassification.from_pretrained(assets / "reward"))
@@ -114,6 +116,9 @@ class PlainEngines:
     def trained(self) -> dict[str, PlainEngine]:
         engines = {"actor": self.actor, "critic": self.critic}
         return {role: engine for role, engine in engines.items() if engine is not None}
+
+    def frozen(self, role: str):
+        return self._of_role[role]
 
     def train(self) -> None:
         for engine in self.trained.values():

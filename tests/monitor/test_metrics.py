@@ -11,7 +11,7 @@ from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.monitor import metric_sums, rollout_metrics
 from dschat_ppo.monitor.metric_sums import MetricSums, explained_variance
 from dschat_ppo.monitor.rollout_metrics import drift_metrics, experience_metrics, phase_metrics
-from dschat_ppo.types import Experience
+from dschat_ppo.types import Experience, record_of
 
 CPU = torch.device("cpu")
 
@@ -205,7 +205,8 @@ def experience(**changes) -> Experience:
         "advantages": per_token(),
         "returns": per_token(),
     }
-    return Experience(**{**fields, **changes})
+    columns = {**fields, **changes}
+    return record_of(Experience, {name: c for name, c in columns.items() if c is not None})
 
 
 def metrics_by_loop(rows: Experience) -> dict[str, float]:
