@@ -6,7 +6,6 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.data.encode import encode_after
 from dschat_ppo.data.examples import MESSAGES, TOOLS, VARIABLES, Message, Row
 from dschat_ppo.data.rendered import known_variables
+from dschat_ppo.data.reply_tokens import ends_in_thought
 from dschat_ppo.data.templates import Variables
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.episode_processes import Episodes
@@ -34,7 +34,6 @@ from dschat_ppo.episodes.turns import (
     WAIT_SECONDS,
     EpisodeRecord,
     EpisodeTurns,
-    ends_in_thought,
 )
 from dschat_ppo.errors import UserError, printable_line
 from dschat_ppo.models.tokenizers import filler_id
@@ -53,17 +52,6 @@ class EnvironmentReward:
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
         """(B,) fp32. The sum is in fp64, so that the order of equal rewards does not show."""
         return rollout.extra["turn_rewards"].double().sum(dim=1).float()
-
-
-def described_tools(
-    flags: EnvironmentFlags, tokenizer: PreTrainedTokenizerBase, longest: int
-) -> Sequence[dict[str, Any]]:
-    """JSON schemas of what the environment offers to the model; () without one. `UserError` if it
-    cannot be used; see `EpisodeRollouts` for the arguments."""
-    if not flags.is_used:
-        return ()
-    with closing(EpisodeRollouts(flags, tokenizer, longest)) as episodes:
-        return episodes.tools
 
 
 class EpisodeRollouts:

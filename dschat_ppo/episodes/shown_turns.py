@@ -3,17 +3,16 @@ tools answered."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.data.encode import decoded
+from dschat_ppo.data.reply_tokens import LONGEST_MARK, ends_in_thought
 from dschat_ppo.data.templates import without_final
 from dschat_ppo.episodes.observations import observed_text
 from dschat_ppo.episodes.tool_calls import said_and_called
-from dschat_ppo.episodes.turns import LONGEST_MARK, ends_in_thought
 from dschat_ppo.types import Rollout
 
 
@@ -71,10 +70,3 @@ def _action_sections(
     if called:
         sections.append({"role": "call", "text": called})
     return sections
-
-
-def heading(section: Mapping[str, Any]) -> str:
-    """Role and reward of a section of `turns_of`."""
-    if "reward" in section:
-        return f"{section['role']}, reward {section['reward']:.3f}"
-    return str(section["role"])

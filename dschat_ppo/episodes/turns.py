@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.data.encode import decoded
 from dschat_ppo.data.examples import Message
-from dschat_ppo.data.replies import Reply, opens_thought, read_reply
+from dschat_ppo.data.reply_tokens import ends_in_thought, reply_message
 from dschat_ppo.data.templates import without_final
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.episode_processes import Episodes
@@ -24,7 +24,6 @@ from dschat_ppo.rewards.worker_pool import CallError
 
 WAIT_SECONDS = 1.0
 MALFORMED = "error"  # in place of the name of the tool
-LONGEST_MARK = 32  # tokens, of one byte each, with the white space after it
 
 
 def read_action(
@@ -34,37 +33,16 @@ def read_action(
     is_opened: bool = False,
 ) -> tuple[Message, Turn | None]:
     """The message that the tokens of an action are, and what answers it if its tool calls cannot be
-    read. `is_opened`: whether what precedes the action ends inside a thought. Without tools the
-    `content` is what follows the thoughts, and `text` all that the model wrote, if that is more."""
-    text, _ = without_final(tokenizer, decoded(tokenizer, ids))
+    read. `is_opened`: whether what precedes the action ends inside a thought. Without tools see
+    `reply_message`."""
     if not tools:
-        return _plain_action(tokenizer, ids, read_reply(text, is_opened)), None
+        return reply_message(tokenizer, ids, is_opened), None
+    text, _ = without_final(tokenizer, decoded(tokenizer, ids))
     try:
         return parse_action(tokenizer, text, tools, is_opened), None
     except MalformedCallError as problem:
         answer = {"role": "tool", "name": MALFORMED, "content": f"error: {problem}"}
         return {"role": "assistant", "content": text}, Turn([answer], failed_calls=1)
-
-
-def _plain_action(tokenizer: PreTrainedTokenizerBase, ids: list[int], reply: Reply) -> Message:
-    """The message of an action without tools; no special token is in it."""
-    text, _ = without_final(tokenizer, str(tokenizer.decode(ids, skip_special_tokens=True)))
-    if not reply.thoughts and reply.rest == reply.text:
-        return {"role": "assistant", "content": text}
-    content = reply.rest
-    for token in tokenizer.all_special_tokens:
-        content = content.replace(token, "")
-    return {
-        "role": "assistant",
-        "content": content,
-        "reasoning_content": reply.thoughts,
-        "text": text,
-    }
-
-
-def ends_in_thought(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:
-    """Whether tokens end with the mark that begins a thought, so the next action continues it."""
-    return opens_thought(decoded(tokenizer, ids[-LONGEST_MARK:]))
 
 
 @dataclass

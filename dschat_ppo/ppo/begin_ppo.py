@@ -25,7 +25,6 @@ from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import check_zero_plus_plus, require_agreement
 from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.engine.tensor_parallel import check_tensor_parallel, reason_not_to_shard
-from dschat_ppo.episodes.rollouts import described_tools
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.features import hooks
 from dschat_ppo.models.adapters import adapter_settings
@@ -38,6 +37,7 @@ from dschat_ppo.ppo.components import PPOData
 from dschat_ppo.ppo.generation_settings import check_stop_ids
 from dschat_ppo.ppo.mini_dataset import TextBatches
 from dschat_ppo.ppo.own_algorithms import check_own_functions
+from dschat_ppo.ppo.rollouts import described_tools
 from dschat_ppo.rewards.build_rewards import (
     CheckedFunction,
     check_columns,
@@ -274,7 +274,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
 
 def _tokenised_prompts(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
     """The prompts as tokens; logs the first of them."""
-    tools = described_tools(config.environment, tokenizer, config.ppo.max_prompt_seq_len)
+    tools = described_tools(config, tokenizer, config.ppo.max_prompt_seq_len)
     rows = prepare(replace(config.step_data, tools=tools), tokenizer)
     if config.validation.eval_data_path and rows.eval is None:
         raise UserError(

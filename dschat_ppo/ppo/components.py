@@ -20,7 +20,6 @@ from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.optimizer_step import accumulate, apply, learning_rates
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
-from dschat_ppo.episodes.rollouts import EpisodeRollouts
 from dschat_ppo.features.distillation.teachers import teachers_of
 from dschat_ppo.models.micro_batches import share_prompts
 from dschat_ppo.monitor.rollout_metrics import experience_metrics
@@ -31,6 +30,7 @@ from dschat_ppo.ppo.group_pool import GroupPool
 from dschat_ppo.ppo.mini_dataset import MiniBatch, MiniDataset, TextBatches
 from dschat_ppo.ppo.own_algorithms import own_metrics
 from dschat_ppo.ppo.rollout_sampler import RolloutSampler
+from dschat_ppo.ppo.rollouts import RolloutPart
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
 from dschat_ppo.ppo.state import PPOState
 from dschat_ppo.ppo.token_losses import RecordedTokens
@@ -63,7 +63,7 @@ class PPOComponents:
         data: PPOData,
         engines: RLHFEngine,
         rewards: RewardMixture,
-        episodes: EpisodeRollouts | None = None,
+        parts: Sequence[RolloutPart] = (),
     ):
         """Build the components. Collective.
 
@@ -73,7 +73,7 @@ class PPOComponents:
             data: what to train on.
             engines: the models.
             rewards: score the responses.
-            episodes: environments that the policy acts in.
+            parts: what features have in the rollouts.
         """
         self.config = config
         self.plan = plan
@@ -87,9 +87,7 @@ class PPOComponents:
         seed = config.run.seed
         prompts = data.rows.train
         # The sampler is built before the seeds are set, since its self-check draws random numbers.
-        sampler = RolloutSampler(
-            config.ppo, engines.hybrid, prompts, data.tokenizer, seed, episodes
-        )
+        sampler = RolloutSampler(config.ppo, engines.hybrid, prompts, data.tokenizer, seed, parts)
         seed_this_rank(seed)
         self.minimum_length = sampler.config.stopping.minimum_length
         # The source of old log-probs is chosen before the forward passes and the updates are built,
@@ -98,7 +96,7 @@ class PPOComponents:
         # The advantages come before the collection's pool of groups, which compares scores as the
         # advantages see them.
         self.advantage_computation = self._build_advantages(rewards)
-        requests = RewardRequests(rewards, prompts, data.tokenizer, episodes)
+        requests = RewardRequests(rewards, prompts, data.tokenizer, parts)
         self.collection = self._build_collection(sampler, requests)
         self.mini_dataset = MiniDataset(
             plan.global_batch,

@@ -20,10 +20,10 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import make_folder, write_file
 from dschat_ppo.config.ppo_flags import EvaluationFlags
 from dschat_ppo.data.batches import PADDING_ROW, optimizer_steps
-from dschat_ppo.episodes.shown_turns import turns_of
 from dschat_ppo.errors import StorageError
 from dschat_ppo.monitor.writers import finite_or_null
 from dschat_ppo.ppo.generation_settings import greedily
+from dschat_ppo.ppo.response_texts import shown_sections
 from dschat_ppo.ppo.rollout_sampler import RolloutSampler
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
 from dschat_ppo.rewards.call_forms import ResponseText
@@ -53,7 +53,7 @@ class EvaluatedPrompt:
     # "SOURCE/NAME" -> other numbers that reward functions returned; NaN where an answer has none
     numbers: dict[str, list[float]] = field(default_factory=dict)
     data_source: str | None = None  # name of the prompt's data set; None if there is only one
-    # `turns_of` the answers; [] if none has several
+    # `shown_sections` of the answers; [] if none has any
     turns: list[list[dict[str, Any]]] = field(default_factory=list)
     # the last message of each answer without thoughts and calls; [] if these are the answers
     finals: list[str] = field(default_factory=list)
@@ -193,11 +193,11 @@ def evaluated_prompts(
     totals = scores.total.tolist()
     ended = [FinishReason(reason).name.lower() for reason in rollout.finish_reason.tolist()]
     by_source = dict(zip(requests.mixture.names, scores.by_source.T.tolist(), strict=True))
-    turns = turns_of(requests.tokenizer, rollout)
+    sections = shown_sections(requests.tokenizer, rollout)
     evaluated = []
     for position, index in enumerate(indices):
         of_prompt = slice(position * samples, (position + 1) * samples)  # its rows of the rollout
-        has_turns = any(turns[of_prompt])
+        has_sections = any(sections[of_prompt])
         has_finals = finals[of_prompt] != answers[of_prompt]
         evaluated.append(
             EvaluatedPrompt(
@@ -213,7 +213,7 @@ def evaluated_prompts(
                     name: column[of_prompt].tolist() for name, column in scores.numbers.items()
                 },
                 data_source=names[position],
-                turns=turns[of_prompt] if has_turns else [],
+                turns=sections[of_prompt] if has_sections else [],
                 finals=finals[of_prompt] if has_finals else [],
             )
         )
@@ -311,7 +311,7 @@ class Evaluation:
 
     def _evaluated(self, prompts: Dataset, indices: list[int], step: int) -> list[EvaluatedPrompt]:
         """The prompts at `indices` with responses and their scores. `step`: finished PPO steps, for
-        rewards and environments; the seeds do not depend on it. Collective."""
+        rewards and features; the seeds do not depend on it. Collective."""
         samples = self.config.samples
         first = indices[0] * samples  # so that responses depend neither on batches nor on ranks
         rollout = self.sampler.sample(

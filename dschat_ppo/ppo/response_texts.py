@@ -1,23 +1,21 @@
-"""Responses as text: what the model wrote, and what of it is scored."""
+"""Responses as text: what the model wrote, what of it is scored, and how it is shown."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.data.encode import decoded
-from dschat_ppo.data.examples import Message
-from dschat_ppo.data.replies import read_reply
-from dschat_ppo.data.templates import without_final
-from dschat_ppo.episodes.shown_turns import turns_of
-from dschat_ppo.episodes.tool_calls import said_and_called
-from dschat_ppo.episodes.turns import LONGEST_MARK, ends_in_thought, read_action
+from dschat_ppo.data.reply_tokens import (
+    LONGEST_MARK,
+    ends_in_thought,
+    reply_message,
+    without_special,
+)
+from dschat_ppo.features import hooks
 from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.types import FinishReason, Rollout
 
@@ -35,119 +33,36 @@ def texts_of(
     return list(tokenizer.batch_decode(rows, skip_special_tokens=skip_special_tokens))
 
 
-def response_texts(
-    tokenizer: PreTrainedTokenizerBase,
-    rollout: Rollout,
-    tools: Sequence[list[Any]] = (),
-    messages: Sequence[list[Message] | None] = (),
-) -> list[ResponseText]:
+def response_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[ResponseText]:
     """The texts of each response, without special tokens and without the end that the model wrote.
-
-    Observations are in `episode` and `turns` alone. `final` is the last message of the model
-    without its thoughts and calls; "" if it ends inside a thought. A response of one turn without
-    thoughts has one text.
-
-    Args:
-        tokenizer: of the actor.
-        rollout: B rows.
-        tools: those of each row; () if no row has any. Only in an episode with tools a call is read
-            as one.
-        messages: those of the episode of each row; () without episodes.
-    """
-    has_turns = rollout.episode_lengths is not None
+    `final` is the response without its thoughts; "" if it ends inside one. A response without
+    thoughts has one text."""
     rows = zip(
         rollout.prompt_ids[:, -LONGEST_MARK:].tolist(),
         rollout.response_ids.tolist(),
-        rollout.response_mask.tolist(),
         rollout.response_lengths.tolist(),
-        episode_texts(tokenizer, rollout),
-        turns_of(tokenizer, rollout),
+        whole_texts(tokenizer, rollout),
         strict=True,
     )
     texts = list[ResponseText]()
-    for row, (prompt, ids, mask, length, episode, turns) in enumerate(rows):
-        row_tools: list[Any] = []
-        if tools and has_turns:
-            row_tools = tools[row]
-        actions = _actions(tokenizer, prompt, ids[:length], mask[:length], row_tools)
-        spoken = "\n".join(action.text for action in actions)
-        final = ""
-        if actions:
-            final = actions[-1].final
-        if len(actions) == 1 and not turns:
-            # the text decoded after its prompt, which may begin with a space
-            if not row_tools and final == spoken:
-                final = episode
-            spoken = episode
+    for prompt, ids, length, spoken in rows:
+        message = reply_message(tokenizer, ids[:length], ends_in_thought(tokenizer, prompt))
+        final = without_special(tokenizer, str(message["content"]))
+        if final == message.get("text", message["content"]):
+            final = spoken  # decoded after its prompt, the text may begin with a space
         texts.append(
             ResponseText(
                 spoken=spoken,
                 final=final,
-                thoughts="\n\n".join(action.thoughts for action in actions if action.thoughts),
-                episode=episode,
-                turns=turns or [{"role": "model", "text": spoken}],
-                messages=messages[row] if messages else None,
+                thoughts=str(message.get("reasoning_content", "")),
+                episode=spoken,
+                turns=[{"role": "model", "text": spoken}],
             )
         )
     return texts
 
 
-@dataclass(frozen=True)
-class _Action:
-    """What the model wrote in one turn."""
-
-    text: str  # all of it
-    final: str  # without thoughts and calls
-    thoughts: str
-
-
-def _actions(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: list[int],
-    ids: list[int],
-    mask: list[bool],
-    tools: list[Any],
-) -> list[_Action]:
-    """The actions of a response, which are the runs of True in its `mask`; the other tokens of
-    `ids` are observations. `prompt`: the last tokens of the prompt, which tell whether a thought is
-    open. `tools`: those that the row's actions may call."""
-    actions = []
-    before = prompt
-    start = 0
-    for is_action, run in groupby(mask):
-        end = start + len(list(run))
-        tokens = ids[start:end]
-        if is_action:
-            is_opened = ends_in_thought(tokenizer, before)
-            final, thoughts = _final_and_thoughts(tokenizer, tokens, tools, is_opened)
-            decoded_text = str(tokenizer.decode(tokens, skip_special_tokens=True))
-            text, _ = without_final(tokenizer, decoded_text)
-            actions.append(_Action(text, final, thoughts))
-        before = tokens
-        start = end
-    return actions
-
-
-def _final_and_thoughts(
-    tokenizer: PreTrainedTokenizerBase, ids: list[int], tools: list[Any], is_opened: bool
-) -> tuple[str, str]:
-    """What an action says, without its thoughts and calls, and its thoughts. `is_opened`: whether
-    what precedes it ends inside a thought."""
-    message, malformed = read_action(tokenizer, ids, tools, is_opened)
-    final = str(message["content"])
-    thoughts = str(message.get("reasoning_content", ""))
-    if malformed is not None:  # a call that cannot be read is a call
-        text, _ = without_final(tokenizer, decoded(tokenizer, ids))
-        text_before_call, _ = said_and_called(text, is_opened)
-        reply = read_reply(text_before_call, is_opened)
-        final = reply.rest
-        thoughts = reply.thoughts
-    for token in tokenizer.all_special_tokens:
-        final = final.replace(token, "")
-    return final, thoughts
-
-
-def episode_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:
+def whole_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:
     """All tokens after each prompt as text, without special tokens and the EOS that ended them.
     They are decoded after the end of their prompt: tokenizers such as Llama's drop the space with
     which a text begins."""
@@ -170,3 +85,22 @@ def episode_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[
         else:
             texts.append(response)
     return texts
+
+
+def shown_sections(
+    tokenizer: PreTrainedTokenizerBase, rollout: Rollout
+) -> list[list[dict[str, Any]]]:
+    """The sections of each row in which it is shown: of `text` and `role`, some with a `reward`.
+    [] of a row that is shown as its text. A feature offers them as `shown_sections.sections_of`,
+    with these arguments."""
+    sections: list[list[dict[str, Any]]] = [[] for _ in rollout.response_ids]
+    for sections_of in hooks("shown_sections.sections_of"):
+        sections = sections_of(tokenizer, rollout)
+    return sections
+
+
+def heading(section: Mapping[str, Any]) -> str:
+    """Role and reward of a section."""
+    if "reward" in section:
+        return f"{section['role']}, reward {section['reward']:.3f}"
+    return str(section["role"])

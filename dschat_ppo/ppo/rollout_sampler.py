@@ -1,10 +1,10 @@
-"""Responses to prompts: sampled by the actor, alone or in episodes, or taken from the data."""
+"""Responses to prompts: sampled by the actor, or taken from the data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
+from functools import partial
 
 import torch
 from datasets import Dataset
@@ -13,15 +13,13 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.data.batches import collate_prompts, right_padded
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.engine.tensor_parallel import TensorParallel
-from dschat_ppo.episodes.journal import RolloutKey
-from dschat_ppo.episodes.rollouts import EpisodeRollouts
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.ppo.generation_settings import generation_config
+from dschat_ppo.ppo.rollouts import RolloutPart, RolloutTask, own_rollouts
 from dschat_ppo.rollout.cache_memory import rows_for_memory
 from dschat_ppo.rollout.continuous_batching import Turns, never
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
@@ -38,9 +36,6 @@ from dschat_ppo.types import (
     to_device,
     with_columns,
 )
-
-# "sampled": trained on; "greedy": baselines of ReMax; "evaluation": held-out prompts
-Purpose = Literal["sampled", "greedy", "evaluation"]
 
 
 class RolloutSampler:
@@ -60,7 +55,7 @@ class RolloutSampler:
         prompts: Dataset,
         tokenizer: PreTrainedTokenizerBase,
         seed: int,
-        episodes: EpisodeRollouts | None = None,
+        parts: Sequence[RolloutPart] = (),
     ):
         """Choose the generation engine, and check it on the model. Draws random numbers, so seeds
         that later numbers depend on are set after it. Collective.
@@ -71,9 +66,9 @@ class RolloutSampler:
             prompts: token rows of training.
             tokenizer: the actor's.
             seed: of the run.
-            episodes: runs environments and tools; None: a response is one turn.
+            parts: what features put around the rollouts.
         """
-        self.episodes = episodes
+        self.parts = parts
         self.hybrid = hybrid
         self.prompts = prompts
         self.pad_id = filler_id(tokenizer)
@@ -93,15 +88,24 @@ class RolloutSampler:
         hybrid.check_sharded_layers()
         with hybrid.generating() as model:
             self.config = choose_engine(
-                model, config, hybrid.max_over_ranks, self.graphs, has_turns=episodes is not None
+                model,
+                config,
+                hybrid.max_over_ranks,
+                self.graphs,
+                has_turns=any(part.observes for part in parts),
             )
             self.engine_text = engine_text(model, self.config, hybrid.max_over_ranks)
+        self.sample_rollout = own_rollouts(self._generate, self.pad_id)
+        if hybrid.parallel is not None:
+            self.sample_rollout = partial(self._sample_together, hybrid.parallel)
+        for part in parts:
+            self.sample_rollout = part.wrap(self.sample_rollout, self._generate)
 
     def sample(
         self,
         indices: list[int],
         *path: int,
-        purpose: Purpose = "sampled",
+        purpose: str = "sampled",
         prompts: Dataset | None = None,
         config: GenerationConfig | None = None,
         first: int | None = None,
@@ -110,13 +114,10 @@ class RolloutSampler:
     ) -> Rollout:
         """Sample responses to the prompts at `indices`. Collective.
 
-        The seed of a response is derived from the run's seed, `path` and the index of the response
-        over all ranks. So it does not depend on the rank.
-
         Args:
             indices: rows of `prompts`, at least one and as many on every rank.
             path: the PPO step, and what else tells this rollout from others.
-            purpose: only "sampled" episodes count in the metrics.
+            purpose: see `RolloutTask`.
             prompts: token rows; None: those of training.
             config: None: that of training.
             first: index of the first response over all ranks; None: after those of the ranks
@@ -136,44 +137,20 @@ class RolloutSampler:
             first = dist.rank() * len(indices) * config.samples
         if step is None:
             step = path[0]
-        seeds = row_seeds(first, len(indices) * config.samples, self.seed, *path)
-        if self.episodes is None:
-            if self.hybrid.parallel is not None:
-                return self._sample_together(
-                    self.hybrid.parallel, prompts, indices, seeds, config, cancelled
-                )
-            batch = collate_prompts(prompts, indices, self.pad_id)
-            return self._generate(batch, seeds, config, cancelled)
-
-        # one seed for each prompt: its episodes begin alike
-        prompt_seeds = row_seeds(first // config.samples, len(indices), self.seed, *path).tolist()
-        name = "/".join(str(word) for word in (purpose, *path))
-        key = RolloutKey(step, name, first)
-        batch, turns = self.episodes.begin(
-            prompts, indices, config.samples, prompt_seeds, cancelled, key
+        task = RolloutTask(
+            prompts, indices, config, self.seed, path, first, step, purpose, cancelled
         )
-        # some environments begin in several ways: then each row has its own prompt
-        samples = len(seeds) // len(batch.prompt_ids)
-        rollout = self._generate(batch, seeds, replace(config, samples=samples), cancelled, turns)
-        return self.episodes.end(rollout, turns, cancelled(), counts=purpose == "sampled")
+        return self.sample_rollout(task)
 
-    def _sample_together(
-        self,
-        parallel: TensorParallel,
-        prompts: Dataset,
-        indices: list[int],
-        seeds: Tensor,
-        config: GenerationConfig,
-        cancelled: Callable[[], bool],
-    ) -> Rollout:
+    def _sample_together(self, parallel: TensorParallel, task: RolloutTask) -> Rollout:
         """The ranks of a group that divides its layers generate the responses of all of them; each
         rank gets its own."""
-        of_ranks = dist.gather_objects((indices, seeds), parallel.group)
+        of_ranks = dist.gather_objects((task.indices, task.seeds), parallel.group)
         group_indices = [index for rank_indices, _ in of_ranks for index in rank_indices]
         group_seeds = torch.cat([rank_seeds for _, rank_seeds in of_ranks])
-        batch = collate_prompts(prompts, group_indices, self.pad_id)
-        rollout = self._generate(batch, group_seeds, config, cancelled)
-        rows = torch.arange(len(indices) * config.samples, device=self.device)
+        batch = collate_prompts(task.prompts, group_indices, self.pad_id)
+        rollout = self._generate(batch, group_seeds, task.config, task.cancelled)
+        rows = torch.arange(len(task.indices) * task.config.samples, device=self.device)
         return select_rows(rollout, parallel.rank * len(rows) + rows)
 
     def _generate(

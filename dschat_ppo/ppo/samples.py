@@ -13,9 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.common import dist
-from dschat_ppo.episodes.shown_turns import heading, turns_of
 from dschat_ppo.monitor.writers import JsonLines
-from dschat_ppo.ppo.response_texts import episode_texts, texts_of
+from dschat_ppo.ppo.response_texts import heading, shown_sections, texts_of, whole_texts
 from dschat_ppo.types import FinishReason, ScoredRollout, row_lengths, select_rows, to_device
 
 
@@ -85,15 +84,15 @@ def sample_lines(
         data_sources: names of the data sets; with one, lines do not name it.
     """
     prompts = texts_of(tokenizer, rows.prompt_ids, rows.prompt_mask, skip_special_tokens=True)
-    answers = episode_texts(tokenizer, rows)
+    answers = whole_texts(tokenizer, rows)
     lengths = rows.response_mask.sum(dim=1)  # (B,)
     tokens = row_lengths(rows)
     kl: list[float | None] = [None] * len(answers)
     if rows.ref_logprobs is not None:
         kl = (kl_k1(rows.policy_logprobs, rows.ref_logprobs).sum(dim=1) / lengths).tolist()
     lines = []
-    texts = zip(prompts, answers, turns_of(tokenizer, rows), strict=True)
-    for row, (prompt, answer, turns) in enumerate(texts):
+    texts = zip(prompts, answers, shown_sections(tokenizer, rows), strict=True)
+    for row, (prompt, answer, sections) in enumerate(texts):
         by_source = {}  # of the sources that score it
         for name, score in zip(sources, rows.source_scores[row].tolist(), strict=True):
             if not math.isnan(score):
@@ -110,8 +109,8 @@ def sample_lines(
         }
         if len(data_sources) > 1 and rows.data_sources is not None:
             line["data_source"] = data_sources[int(rows.data_sources[row])]
-        if turns:
-            line["turns"] = turns
+        if sections:
+            line["turns"] = sections
         lines.append(line)
     return lines
 
@@ -135,10 +134,10 @@ def printed_responses(step: int, lines: Sequence[dict[str, Any]]) -> str:
             f"[{position}] score {score}, {line['length']} tokens, {ended[line['ended']]}"
         )
         blocks.append(_labelled("prompt", line["prompt"]))
-        turns = line.get("turns", [])
-        for turn in turns:
-            blocks.append(_labelled(heading(turn), turn["text"]))
-        if not turns:
+        sections = line.get("turns", [])
+        for section in sections:
+            blocks.append(_labelled(heading(section), section["text"]))
+        if not sections:
             blocks.append(_labelled("answer", line["answer"]))
     return "\n".join(blocks)
 

@@ -4,6 +4,7 @@ reference, values."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -19,13 +20,12 @@ from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.config.on_policy import OldLogprobs
-from dschat_ppo.data.examples import TOOLS, Message
-from dschat_ppo.episodes.rollouts import EpisodeRollouts
 from dschat_ppo.features.distillation.teachers import Teachers
 from dschat_ppo.models.micro_batches import even_passes, share_prompts
 from dschat_ppo.models.wrapped_models import Teaching, response_logprobs, response_values
 from dschat_ppo.ppo.mini_dataset import gather_rows, prompts_of
 from dschat_ppo.ppo.response_texts import response_texts, texts_of
+from dschat_ppo.ppo.rollouts import RolloutPart
 from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.rewards.reward_source import FailedRows, RewardMixture, RewardRequest
 from dschat_ppo.types import (
@@ -47,7 +47,7 @@ class RewardRequests:
     mixture: RewardMixture  # scores them
     prompts: Dataset  # token rows, with the data row of each as JSON
     tokenizer: PreTrainedTokenizerBase
-    episodes: EpisodeRollouts | None = None  # whose messages TRL's functions read
+    parts: Sequence[RolloutPart] = ()  # of the features
     _has_counted: bool = False  # whether `count_failed_rows` was called
 
     def request(self, rollout: Rollout, indices: list[int], steps_done: int) -> RewardRequest:
@@ -60,10 +60,6 @@ class RewardRequests:
         samples = len(rollout.response_ids) // len(indices)
         data: list[dict[str, Any]] = [json.loads(self.prompts[index]["row"]) for index in indices]
         rows = [row for row in data for _ in range(samples)]
-        messages = list[list[Message] | None]()
-        if self.episodes is not None:
-            for episode_id in rollout.extra["episode_ids"].tolist():
-                messages.append(self.episodes.messages.get(episode_id))
 
         def decode() -> tuple[list[str], list[ResponseText]]:
             mask = rollout.prompt_mask
@@ -72,8 +68,10 @@ class RewardRequests:
                 is_first = mask.cumsum(dim=1) == 1
                 mask = mask & ~((rollout.prompt_ids == bos) & is_first)
             prompts = texts_of(self.tokenizer, rollout.prompt_ids, mask, skip_special_tokens=False)
-            tools = [row.get(TOOLS) or [] for row in rows]
-            return prompts, response_texts(self.tokenizer, rollout, tools, messages)
+            for part in self.parts:
+                if part.texts is not None:
+                    return prompts, part.texts(rollout, rows)
+            return prompts, response_texts(self.tokenizer, rollout)
 
         return RewardRequest(rows, decode, steps_done)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,6 @@ from dschat_ppo.config.on_policy import OldLogprobs
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
-from dschat_ppo.episodes.rollouts import EpisodeRollouts
 from dschat_ppo.errors import counted
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.saving import (
@@ -37,12 +36,13 @@ from dschat_ppo.ppo.components import PPOComponents, PPOData
 from dschat_ppo.ppo.evaluation import Evaluation, shown_metrics
 from dschat_ppo.ppo.loop import run
 from dschat_ppo.ppo.resumable import ResumablePPO
+from dschat_ppo.ppo.rollouts import reward_sources_of, start_parts
 from dschat_ppo.ppo.samples import Samples
 from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.ppo.step_report import PPOReport
 from dschat_ppo.rewards.build_rewards import build_sources
 from dschat_ppo.rewards.learned_reward import SEPARATOR, STATISTICS, ModelReward, model_reward
-from dschat_ppo.rewards.reward_source import RewardMixture, RewardSource
+from dschat_ppo.rewards.reward_source import RewardMixture
 from dschat_ppo.run.model_card import model_card
 from dschat_ppo.run.output_folder import KeptModels, remove_checkpoints
 from dschat_ppo.run.session import Session
@@ -111,23 +111,16 @@ def build_components(
     config: PPOConfig, begun: BegunPPO, engines: RLHFEngine, at_end: ExitStack
 ) -> PPOComponents:
     """The components of step 3 over the models in `engines` and the data in `begun`, with rewards
-    and environments that this starts, and that `at_end` closes. Collective."""
+    and parts of features that this starts, and that `at_end` closes. Collective."""
     tokenizer = begun.data.tokenizer
     learned = learned_reward(config, engines, tokenizer, begun.plan.micro_batch_tokens)
-    episodes = None
-    episode_rewards: Sequence[tuple[RewardSource, float]] = []
-    if config.environment.is_used:
-        journal = None
-        if begun.session is not None:  # an evaluation alone is not resumed
-            journal = begun.output
-        episodes = EpisodeRollouts(
-            config.environment, tokenizer, config.ppo.max_prompt_seq_len, journal
-        )
-        at_end.enter_context(closing(episodes))
-        episode_rewards = episodes.reward_sources
-    rewards = build_sources(config.rewards, learned, episode_rewards)
+    resumable_output = None
+    if begun.session is not None:  # an evaluation alone is not resumed
+        resumable_output = begun.output
+    parts = start_parts(config, tokenizer, config.ppo.max_prompt_seq_len, resumable_output, at_end)
+    rewards = build_sources(config.rewards, learned, reward_sources_of(parts))
     at_end.enter_context(closing(rewards))
-    return PPOComponents(config, begun.plan, begun.data, engines, rewards, episodes)
+    return PPOComponents(config, begun.plan, begun.data, engines, rewards, parts)
 
 
 def train_policy(
@@ -291,7 +284,7 @@ def build_evaluation(
     mixture = collection.requests.mixture
     if flags.eval_reward_function:
         mixture = RewardMixture([(evaluation_reward(config), 1.0)], config.rewards.default_score)
-    requests = RewardRequests(mixture, prompts, data.tokenizer, collection.sampler.episodes)
+    requests = RewardRequests(mixture, prompts, data.tokenizer, collection.sampler.parts)
     passes = None
     if collection.passes.reference is not None:
         old_logprobs: OldLogprobs = "rollout"

@@ -15,11 +15,12 @@ from datasets import Dataset
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.environment_flags import EnvironmentFlags
 from dschat_ppo.data.examples import MESSAGES, TOOLS
+from dschat_ppo.data.reply_tokens import ends_in_thought
 from dschat_ppo.data.templates import Messages
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.observations import ObservationTokens, observed_text
 from dschat_ppo.episodes.rollouts import EpisodeRollouts
-from dschat_ppo.episodes.turns import WAIT_SECONDS, ends_in_thought, read_action
+from dschat_ppo.episodes.turns import WAIT_SECONDS, read_action
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards.worker_pool import CallError
 from dschat_ppo.rollout.continuous_batching import never

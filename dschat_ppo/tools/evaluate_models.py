@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from datasets import Dataset
+from torch import Tensor
 
 from dschat_ppo.algorithms.evaluation_statistics import wilson_interval, win_shares
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.data_flags import StepData
-from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.data.cache import token_key
 from dschat_ppo.data.examples import MESSAGES
 from dschat_ppo.data.prepare import prepare
-from dschat_ppo.episodes.rollouts import EpisodeRollouts, described_tools
 from dschat_ppo.errors import UserError, in_one_line, without_credentials
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier, require_length
@@ -35,6 +33,15 @@ from dschat_ppo.ppo.evaluation import (
     summary_by_data_set,
 )
 from dschat_ppo.ppo.generation_settings import end_ids, greedily
+from dschat_ppo.ppo.rollouts import (
+    RolloutPart,
+    RolloutTask,
+    SampleRollout,
+    described_tools,
+    own_rollouts,
+    reward_sources_of,
+    start_parts,
+)
 from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.rewards.build_rewards import (
     CheckedFunction,
@@ -43,8 +50,8 @@ from dschat_ppo.rewards.build_rewards import (
     check_sources,
 )
 from dschat_ppo.rewards.learned_reward import model_reward
-from dschat_ppo.rewards.reward_source import RewardMixture, RewardSource
-from dschat_ppo.rollout.continuous_batching import never
+from dschat_ppo.rewards.reward_source import RewardMixture
+from dschat_ppo.rollout.continuous_batching import Turns
 from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
 from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.sampling import StoppingCriteria
@@ -52,7 +59,7 @@ from dschat_ppo.rollout.self_check import choose_engine
 from dschat_ppo.tools.chat_model import CheckedModel, checked_models
 from dschat_ppo.tools.evaluation_results import Evaluated, Result, Share
 from dschat_ppo.tools.sampling_settings import EvaluationRequest
-from dschat_ppo.types import Rollout, to_device
+from dschat_ppo.types import PromptBatch, Rollout, to_device
 
 REWARD_FLAG = "--reward_model_name_or_path"
 LIMITS = "--max_prompt_seq_len + --max_tokens"
@@ -167,7 +174,7 @@ def _prepared_prompts(
     """The prompts as token rows of a model, and the names of their data sets."""
     limit = request.args.max_prompt_seq_len
     step = StepData("prompt", request.prompts, limit, whole_flag="--data_path")
-    tools = described_tools(request.environment, model.tokenizer, limit)
+    tools = described_tools(request, model.tokenizer, limit)
     prepared = prepare(replace(step, tools=tools), model.tokenizer)
     rows = prepared.eval
     if rows is None:
@@ -193,18 +200,14 @@ def _results_of(
     loaded: Any = load_causal_lm(checked.folder, dtype, None)
     model = loaded.to(dist.device()).eval()
     use_fast_layers(model)
-    configs = _generation_configs(model, checked, request)
     results = []
     with ExitStack() as at_end:
-        episodes: EpisodeRollouts | None = None
-        if request.environment.is_used:
-            episodes = EpisodeRollouts(
-                request.environment, checked.tokenizer, args.max_prompt_seq_len
-            )
-            at_end.enter_context(closing(episodes))
-        mixture = _reward_mixture(request, checked, scorer, episodes)
+        parts = start_parts(request, checked.tokenizer, args.max_prompt_seq_len, None, at_end)
+        configs = _generation_configs(model, checked, request, parts)
+        mixture = _reward_mixture(request, checked, scorer, parts)
         at_end.enter_context(closing(mixture))
-        reward_requests = RewardRequests(mixture, prompts, checked.tokenizer, episodes)
+        reward_requests = RewardRequests(mixture, prompts, checked.tokenizer, parts)
+        sample = _rollouts_of(model, checked, parts)
         for decoding, config in configs.items():
             logger().info(
                 f"{checked.label}: {decoding}, {len(prompts)} prompts, {config.samples} answer(s)"
@@ -213,9 +216,17 @@ def _results_of(
             rows = list[EvaluatedPrompt]()
             for first in range(0, len(prompts), args.batch_size):
                 indices = list(range(first, min(first + args.batch_size, len(prompts))))
-                rollout = _rollout(
-                    model, prompts, indices, config, request.settings.seed, checked, episodes
+                # by the seeds of their rows, as step 3 evaluates
+                task = RolloutTask(
+                    prompts=prompts,
+                    indices=indices,
+                    config=config,
+                    seed=request.settings.seed,
+                    path=(STREAM, 0, 0),
+                    first=first * config.samples,
+                    step=0,
                 )
+                rollout = sample(task)
                 batch_request = reward_requests.request(rollout, indices, steps_done=0)
                 scores = mixture(batch_request, rollout)
                 if request.rewards is None:
@@ -223,12 +234,12 @@ def _results_of(
                 rows += evaluated_prompts(
                     reward_requests, indices, rollout, batch_request.texts, scores, data_sets
                 )
-            results.append(_result(checked, decoding, rows, request, reward_requests, episodes))
+            results.append(_result(checked, decoding, rows, request, reward_requests))
     return results
 
 
 def _generation_configs(
-    model: Any, checked: CheckedModel, request: EvaluationRequest
+    model: Any, checked: CheckedModel, request: EvaluationRequest, parts: Sequence[RolloutPart]
 ) -> dict[str, GenerationConfig]:
     """How the model generates, by the name of the decoding, "greedy" or "sampled". `UserError` if
     its architecture is not supported."""
@@ -237,7 +248,7 @@ def _generation_configs(
         sampled = choose_engine(
             model,
             GenerationConfig(request.settings.sampling, stopping, request.args.samples),
-            has_turns=request.environment.is_used,
+            has_turns=any(part.observes for part in parts),
         )
     except RuntimeError as problem:
         raise UserError(f"{checked.flag} {checked.name}: {in_one_line(problem)}") from None
@@ -254,10 +265,9 @@ def _result(
     rows: list[EvaluatedPrompt],
     request: EvaluationRequest,
     reward_requests: RewardRequests,
-    episodes: EpisodeRollouts | None,
 ) -> Result:
     """The row of the table for a model and a way of decoding; takes the counts of failed scores and
-    the metrics of the episodes since the last one."""
+    the metrics of the features since the last one."""
     failed_rows = reward_requests.count_failed_rows()
     failed_scores = failed_rows.faults + failed_rows.unscored
     if failed_scores:
@@ -266,8 +276,8 @@ def _result(
         )
     is_scored = request.rewards is not None
     metrics = _metrics(rows, request.args.pass_score, is_scored)
-    if episodes is not None:
-        metrics |= episodes.take_metrics()
+    for part in reward_requests.parts:
+        metrics |= part.take_metrics()
     means: dict[str, float] = {}  # of each reward source
     if is_scored:
         for name in reward_requests.mixture.names:
@@ -280,7 +290,7 @@ def _reward_mixture(
     request: EvaluationRequest,
     checked: CheckedModel,
     scorer: LoadedReward | None,
-    episodes: EpisodeRollouts | None,
+    parts: Sequence[RolloutPart],
 ) -> RewardMixture:
     """The reward sources that score the responses of a model; empty without a reward."""
     if request.rewards is None:
@@ -298,37 +308,27 @@ def _reward_mixture(
             request.rewards.process_reward,
             request.args.max_batch_tokens,
         )
-    environment_sources: Sequence[tuple[RewardSource, float]] = []
-    if episodes is not None:
-        environment_sources = episodes.reward_sources
-    return build_sources(request.rewards, learned, environment_sources)
+    return build_sources(request.rewards, learned, reward_sources_of(parts))
 
 
-def _rollout(
-    model: Any,
-    prompts: Dataset,
-    indices: list[int],
-    config: GenerationConfig,
-    seed: int,
-    checked: CheckedModel,
-    episodes: EpisodeRollouts | None,
-) -> Rollout:
-    """The responses to the prompts of neighbouring `indices`, by the seeds of their rows."""
-    path = (seed, STREAM, 0, 0)
-    first = indices[0]
-    seeds = row_seeds(first * config.samples, len(indices) * config.samples, *path)
-    seeds = seeds.to(dist.device())
-    if episodes is None:
-        batch = collate_prompts(prompts, indices, filler_id(checked.tokenizer))
-        request = RolloutRequest(to_device(batch, dist.device()), seeds)
-        return generate(model, request, config)
-    prompt_seeds = row_seeds(first, len(indices), *path).tolist()
-    batch, turns = episodes.begin(prompts, indices, config.samples, prompt_seeds, never)
-    # the rows of `batch` may be repeated, one for each episode
-    config = replace(config, samples=len(seeds) // len(batch.prompt_ids))
-    request = RolloutRequest(to_device(batch, dist.device()), seeds)
-    rollout = generate(model, request, config, turns=turns)
-    return episodes.end(rollout, turns, cancelled=False, counts=True)
+def _rollouts_of(model: Any, checked: CheckedModel, parts: Sequence[RolloutPart]) -> SampleRollout:
+    """How a model responds to prompts."""
+    device = dist.device()
+
+    def generate_rows(
+        batch: PromptBatch,
+        seeds: Tensor,
+        config: GenerationConfig,
+        cancelled: Callable[[], bool],
+        turns: Turns | None = None,
+    ) -> Rollout:
+        request = RolloutRequest(to_device(batch, device), seeds.to(device))
+        return generate(model, request, config, cancelled=cancelled, turns=turns)
+
+    sample = own_rollouts(generate_rows, filler_id(checked.tokenizer))
+    for part in parts:
+        sample = part.wrap(sample, generate_rows)
+    return sample
 
 
 def _metrics(rows: list[EvaluatedPrompt], pass_score: float, is_scored: bool) -> dict[str, float]:

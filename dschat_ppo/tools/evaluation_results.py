@@ -13,10 +13,10 @@ from torch import Tensor
 
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.data.examples import Messages
-from dschat_ppo.episodes.shown_turns import heading
 from dschat_ppo.errors import escaped
 from dschat_ppo.monitor.writers import finite_or_null
 from dschat_ppo.ppo.evaluation import CUT, EvaluatedPrompt
+from dschat_ppo.ppo.response_texts import heading
 
 
 @dataclass(frozen=True)
@@ -134,16 +134,16 @@ def response_lines(evaluated: Evaluated, count: int) -> list[str]:
         lines += [f"prompt {index + 1}:", *_escaped_lines(row.prompt)]
         for result in evaluated.results:
             answered = result.prompts[index]
-            turns_of_responses = answered.turns or [[]] * len(answered.answers)
+            sections_of_responses = answered.turns or [[]] * len(answered.answers)
             columns = zip(
                 answered.answers,
                 answered.scores,
                 answered.lengths,
                 answered.ended,
-                turns_of_responses,
+                sections_of_responses,
                 strict=True,
             )
-            for text, score, tokens, ended, turns in columns:
+            for text, score, tokens, ended, sections in columns:
                 remarks = []
                 if evaluated.scored:
                     remarks.append(f"score {metric_text(score) or 'none'}")
@@ -151,10 +151,10 @@ def response_lines(evaluated: Evaluated, count: int) -> list[str]:
                 if ended == CUT:
                     remarks.append("cut at the length limit")
                 lines.append(f"  {result.label}, {result.decoding} ({', '.join(remarks)}):")
-                for turn in turns:
-                    lines.append(f"    {heading(turn)}:")
-                    lines += [f"  {line}" for line in _escaped_lines(turn["text"])]
-                if not turns:
+                for section in sections:
+                    lines.append(f"    {heading(section)}:")
+                    lines += [f"  {line}" for line in _escaped_lines(section["text"])]
+                if not sections:
                     lines += _escaped_lines(text)
         lines.append("")
     return lines

@@ -15,12 +15,14 @@ from dschat_ppo.data.encode import encode_after
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.observations import ObservationTokens, observed_text
 from dschat_ppo.episodes.rollouts import EpisodeRollouts
-from dschat_ppo.episodes.shown_turns import heading, turns_of
+from dschat_ppo.episodes.shown_turns import turns_of
 from dschat_ppo.episodes.tool_calls import said_and_called
 from dschat_ppo.episodes.turns import EpisodeRecord, EpisodeTurns
 from dschat_ppo.errors import UserError
+from dschat_ppo.features.environments.episode_texts import episode_texts
+from dschat_ppo.features.environments.rollouts import part_of
 from dschat_ppo.ppo.evaluation import evaluated_prompts, json_line
-from dschat_ppo.ppo.response_texts import response_texts
+from dschat_ppo.ppo.response_texts import heading
 from dschat_ppo.ppo.samples import printed_responses, sample_lines
 from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.rewards.reward_source import Scores
@@ -107,7 +109,7 @@ def test_samples_printed_answers_and_held_out_answers_have_turns():
     ]
     requests = RewardRequests(SimpleNamespace(names=["environment"]), None, tokenizer)
     scores = Scores(torch.ones(2), torch.ones(2, 1))
-    texts = response_texts(tokenizer, rows)
+    texts = episode_texts(tokenizer, rows)
     one, two = evaluated_prompts(requests, [4, 5], rows, texts, scores, [])
     assert (one.answers, two.answers) == (["One."], [f"First.\n{CALL}"]), "without observations"
     assert "turns" not in json.loads(json_line(one)) and json.loads(json_line(two))["turns"] == [
@@ -318,6 +320,7 @@ def test_a_rollout_knows_its_failed_episodes_and_the_messages_that_functions_of_
     """Of the two rollouts that ReMax scores together, and of no older one."""
     tokenizer, _ = shaped("ChatML")
     rollouts = object.__new__(EpisodeRollouts)
+    rollouts.tokenizer, rollouts.reward_sources = tokenizer, []
     rollouts._count, rollouts._last_messages, rollouts._metrics = 0, {}, []
     rollouts._has_told = rollouts._has_counted = True
     rollouts._flag_text, rollouts.episodes = "", SimpleNamespace(end_all=lambda: None)
@@ -334,7 +337,7 @@ def test_a_rollout_knows_its_failed_episodes_and_the_messages_that_functions_of_
         ended.append(rollouts.end(rows, turns, False, True))
     assert ended[1].extra["failed"].tolist() == [False, True]
     prompts = Dataset.from_dict({"row": ["{}"]})
-    requests = RewardRequests(SimpleNamespace(names=[]), prompts, tokenizer, rollouts)
+    requests = RewardRequests(SimpleNamespace(names=[]), prompts, tokenizer, [part_of(rollouts)])
     found = [[text.messages for text in requests.request(rows, [0], 0).texts] for rows in ended]
     assert found == [
         [None, None],

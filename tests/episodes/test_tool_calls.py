@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from tiny_tokenizers import tokenizer_of
 
 from dschat_ppo.config.environment_flags import EnvironmentFlags
 from dschat_ppo.data.encode import encode_after
+from dschat_ppo.data.reply_tokens import ends_in_thought
 from dschat_ppo.episodes.environment_forms import _Agent, _Gym
-from dschat_ppo.episodes.rollouts import described_tools
 from dschat_ppo.episodes.shown_turns import turns_of
 from dschat_ppo.episodes.tool_calls import (
     MalformedCallError,
@@ -20,8 +21,9 @@ from dschat_ppo.episodes.tool_calls import (
     parse_action,
     said_and_called,
 )
-from dschat_ppo.episodes.turns import ends_in_thought, read_action
+from dschat_ppo.episodes.turns import read_action
 from dschat_ppo.errors import UserError
+from dschat_ppo.features.environments.rollouts import described_tools
 from dschat_ppo.types import Rollout
 
 DOCS = Path(__file__).parents[2] / "docs/environments.md"
@@ -402,7 +404,7 @@ def test_it_is_said_before_the_processes_of_a_run_begin(tmp_path):
     file = tmp_path / "own.py"
     described = '    """Add.\n\n    Args:\n        a: the number.\n    """\n'
     file.write_text(f"def add(a: int) -> int:\n{described}    return a\n")
-    flags = EnvironmentFlags(tools=[f"{file}:add"])
+    flags = SimpleNamespace(environment=EnvironmentFlags(tools=[f"{file}:add"]))
     with pytest.raises(UserError, match=r"--tools .*own.py:add.*cannot be read back"):
         described_tools(flags, calling(GRANITE), 100)
     assert described_tools(flags, calling(QWEN), 100)[0]["function"]["name"] == "add"
