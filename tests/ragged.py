@@ -6,6 +6,8 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs
+
 properties = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 fillings = st.sampled_from([float("nan"), float("inf"), 1e30, -3.0])
 
@@ -24,6 +26,25 @@ def gapped_mask() -> torch.Tensor:
 
 def normal(seed: int, *shape: int, dtype=torch.float64) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def inputs_of(mask, rewards=None, groups=None, **changes) -> AdvantageInputs:
+    """Inputs of an advantage estimator for rows of this mask."""
+    rows = mask.shape[0]
+    columns = {
+        "rewards": normal(0, *mask.shape) if rewards is None else rewards,
+        "values": normal(1, *mask.shape),
+        "response_mask": mask,
+        "groups": torch.tensor(groups)
+        if groups is not None
+        else torch.zeros(rows, dtype=torch.int64),
+        "baselines": normal(2, rows),
+        "gamma": 0.9,
+        "lam": 0.8,
+        "source_scores": normal(3, rows, 2),
+        "source_weights": torch.tensor([0.5, 2.0]).double(),
+    }
+    return AdvantageInputs(**{**columns, **changes})
 
 
 def widened(values: torch.Tensor, columns: int, filling) -> torch.Tensor:

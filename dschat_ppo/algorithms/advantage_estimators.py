@@ -15,7 +15,7 @@ fp64.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -131,7 +131,7 @@ def _standardised_gaps(inputs: AdvantageInputs, groups: Groups) -> Tensor:
     With `batch_std`, std(S) is over all rows (TRL's `scale_rewards="batch"`), and Z is not divided
     again.
     """
-    scores = _scores_before_penalty(inputs)  # (B,)
+    scores = scores_before_penalty(inputs)  # (B,)
     gaps = groups.gaps(scores, inputs.magnitudes)
     if inputs.batch_std:
         std = _batch_std(scores, groups)
@@ -214,7 +214,7 @@ def maxrl(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     huge. The penalty is subtracted as it is, compared within the group.
     """
     groups = Groups.of(inputs.groups, inputs.response_mask)
-    scores = _scores_before_penalty(inputs)  # (B,)
+    scores = scores_before_penalty(inputs)  # (B,)
     gaps = groups.gaps(scores, inputs.magnitudes)
     mean = groups.best(scores) + groups.mean(gaps)
     advantages = torch.where(mean > 0, (gaps - groups.mean(gaps)) / mean, 0.0)
@@ -266,44 +266,6 @@ def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return _above_baseline(inputs.baselines, inputs)
 
 
-def by_turn(
-    estimate: Estimator, inputs: AdvantageInputs, turn_rewards: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Advantages of the turns of episodes: of each turn, those that `estimate` gives if the episode
-    begins with it.
-
-    So the tokens of a turn are credited with the rewards from that turn on, and are compared with
-    the same turn of the other episodes of their group that have one. A turn is a run of True tokens
-    of the mask. `turn_rewards` (B, R) fp32 is the part of the scores that is in the rewards before
-    the last token.
-
-    What remains of a score after a turn has the rounding of the whole score: of equal episodes it
-    may be 0 and 1e-5. So whether such scores are equal is decided by the size of the whole ones.
-    """
-    mask = inputs.response_mask
-    whole_scores = _scores_before_penalty(inputs)  # (B,)
-    magnitudes = whole_scores.abs() + zero_outside(turn_rewards, mask).double().abs().sum(dim=1)
-    starts = mask & ~pad(mask, (1, 0))[:, :-1]  # (B, R)
-    turns = torch.where(mask, starts.cumsum(dim=1), 0)  # (B, R), from 1 on
-    advantages = torch.zeros_like(inputs.rewards)
-    for turn in range(1, int(turns.max()) + 1):
-        remaining = turns >= turn  # (B, R)
-        scores = None
-        if inputs.scores is not None:
-            earlier = zero_outside(turn_rewards, mask & ~remaining).double().sum(dim=1)  # (B,)
-            scores = inputs.scores.double() - earlier
-        from_turn = replace(
-            inputs,
-            rewards=zero_outside(inputs.rewards, remaining),
-            response_mask=remaining,
-            scores=scores,
-            magnitudes=magnitudes,
-        )
-        advantages_from_turn, _ = estimate(from_turn)
-        advantages = torch.where(turns == turn, advantages_from_turn, advantages)
-    return advantages, returns_to_go(inputs.rewards, mask, inputs.gamma)
-
-
 def none(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Advantages and returns of 0, for runs that learn from a teacher alone."""
     return torch.zeros_like(inputs.rewards), torch.zeros_like(inputs.rewards)
@@ -314,7 +276,7 @@ def _row_scores(inputs: AdvantageInputs) -> Tensor:
     return zero_outside(inputs.rewards, inputs.response_mask).double().sum(dim=1)
 
 
-def _scores_before_penalty(inputs: AdvantageInputs) -> Tensor:
+def scores_before_penalty(inputs: AdvantageInputs) -> Tensor:
     """(B,) fp64, S without the KL penalty."""
     if inputs.scores is None:
         return _row_scores(inputs)
@@ -329,7 +291,7 @@ def _score_gaps(inputs: AdvantageInputs, groups: Groups) -> Tensor:
 def _penalty_gaps(inputs: AdvantageInputs, groups: Groups) -> Tensor:
     """(B,) fp64 gaps of what the penalties add to S. They are differences of numbers of the size of
     S, and so have its rounding."""
-    scores = _scores_before_penalty(inputs)
+    scores = scores_before_penalty(inputs)
     if inputs.magnitudes is None:
         magnitudes = scores.abs()
     else:

@@ -94,14 +94,6 @@ class EnvironmentFlags:
         return self.is_used and bool(self.environment or self.tool_config or self.agent_func_path)
 
     @property
-    def to_go_weight(self) -> float | None:
-        """The weight of rewards that are credited turn by turn; None if an episode has one
-        score."""
-        if self.turn_reward == "to_go":
-            return self.environment_reward_weight
-        return None
-
-    @property
     def given(self) -> dict[str, Any]:
         """The flags that name environments and tools -> their values."""
         names = ("environment", "tools", "tool_config", "agent_func_path")

@@ -3,14 +3,14 @@ loss."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dschat_ppo.algorithms.advantage_estimators import ESTIMATORS, AdvantageInputs, by_turn
+from dschat_ppo.algorithms.advantage_estimators import ESTIMATORS, AdvantageInputs, Estimator
 from dschat_ppo.algorithms.aggregation import masked_sum, masked_whiten, zero_outside
 from dschat_ppo.algorithms.controllers import AdaptiveKL, FixedCoefficient
 from dschat_ppo.algorithms.correction import (
@@ -33,11 +33,13 @@ from dschat_ppo.common.own_functions import function_named
 from dschat_ppo.common.phases import block
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
+from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.features import hooks
 from dschat_ppo.types import Experience, RewardedRollout, ScoredRollout
 
 CLIP_COV_BOUNDS = (1.0, 5.0)  # covariances that clip_cov acts on (Cui et al. 2025)
-# estimators whose advantage is one number for all tokens of a row, but for `by_turn`; the others
-# follow the rewards of tokens
+# estimators whose advantage is one number for all tokens of a row; the others follow the rewards of
+# tokens
 _OF_WHOLE_ROWS = set(ESTIMATORS) - {"gae", "reinforce_plus_plus"}
 # columns (N, R) that scoring adds
 _OF_TOKENS = ("old_logprobs", "entropies", "ref_logprobs", "kl", "values")
@@ -65,6 +67,27 @@ def empty_rows_without_score(rows: ScoredRollout) -> ScoredRollout:
     )
 
 
+@dataclass(frozen=True)
+class EarlyRewards:
+    """A part of the scores that tokens before the last one receive."""
+
+    # (N rows) -> (N, R) fp32, the part, where it is received
+    of_rows: Callable[[ScoredRollout], Tensor]
+    # (an estimator of whole rows, its inputs, the part after scaling) -> advantages and returns,
+    # (N, R) each, in which each token is credited with what is received from it on
+    estimate: Callable[[Estimator, AdvantageInputs, Tensor], tuple[Tensor, Tensor]]
+
+
+def early_rewards_of(config: PPOConfig) -> EarlyRewards | None:
+    """The early rewards of a run; None: there are none. A feature offers them as
+    `token_rewards.early_rewards`, with this argument."""
+    for early_rewards in hooks("token_rewards.early_rewards"):
+        rewards: EarlyRewards | None = early_rewards(config)
+        if rewards is not None:
+            return rewards
+    return None
+
+
 @dataclass(eq=False)
 class AdvantageComputation:
     """Computes the experience of a PPO step from the scored rows of all ranks: `with_rewards`,
@@ -76,9 +99,8 @@ class AdvantageComputation:
     seed: int
     score_clip: float  # 0: scores are not clipped
     warmup_rollouts: int = 0  # first PPO steps, in which the policy does not move
-    # weight of the environment's rewards, if each is received at the end of its turn, and the rest
-    # of the score at the last token; None: all of the score at the last token
-    to_go_weight: float | None = None
+    # None: the last token receives all of the score
+    early_rewards: EarlyRewards | None = None
     # weight of the KL to the teacher at each token: a reward received there, with discount 0
     distill_coef: float = 0.0
     source_weights: Sequence[float] = ()  # of the reward sources, in the order of `source_scores`
@@ -100,8 +122,8 @@ class AdvantageComputation:
         """The N rows with the reward of each token, and with the mask of the policy loss.
 
         The reward of a token is minus its KL penalty; on the last token of a response, plus its
-        score. First rows without a score leave, and the running scale adapts to the scores of the
-        others.
+        score, or what early rewards leave of it. First rows without a score leave, and the running
+        scale adapts to the scores of the others.
         """
         rows = empty_rows_without_score(rows)
         flags = self.flags
@@ -124,12 +146,12 @@ class AdvantageComputation:
         kl = rows.kl  # (N, R)
         if kl is None:
             kl = torch.zeros_like(rows.rollout_logprobs)
-        if self.to_go_weight is None:
+        if self.early_rewards is None:
             rewards = token_rewards(scores, kl, mask, self.used_kl_coef)  # (N, R)
         else:
-            turn_rewards = self._scaled_turn_rewards(rows)
-            last_rewards = (scores.double() - turn_rewards.double().sum(dim=1)).float()  # (N,)
-            rewards = token_rewards(last_rewards, kl, mask, self.used_kl_coef) + turn_rewards
+            early = self._scaled_early_rewards(self.early_rewards, rows)
+            last_rewards = (scores.double() - early.double().sum(dim=1)).float()  # (N,)
+            rewards = token_rewards(last_rewards, kl, mask, self.used_kl_coef) + early
         loss_mask = mask
         if flags.mask_truncated_answers:
             loss_mask = mask & rows.ended.unsqueeze(1)
@@ -197,8 +219,9 @@ class AdvantageComputation:
                 self.source_weights, dtype=torch.float64, device=scores.device
             ),
         )
-        if self.to_go_weight is not None and flags.advantage_estimator in _OF_WHOLE_ROWS:
-            return by_turn(self.estimate, inputs, self._scaled_turn_rewards(rows))
+        if self.early_rewards is not None and flags.advantage_estimator in _OF_WHOLE_ROWS:
+            early = self._scaled_early_rewards(self.early_rewards, rows)
+            return self.early_rewards.estimate(self.estimate, inputs, early)
         advantages, returns = self.estimate(inputs)
         return advantages, returns
 
@@ -246,11 +269,10 @@ class AdvantageComputation:
         generator = shared_generator(self.seed, step, 0, SELECTION)
         return clip_cov_tokens(covariances, mask, share, *CLIP_COV_BOUNDS, generator)
 
-    def _scaled_turn_rewards(self, rows: ScoredRollout) -> Tensor:
-        """The part of the scores that is received at the ends of turns, (N, R) fp32."""
-        assert self.to_go_weight is not None
-        turn_rewards = self.scaled(self.to_go_weight * rows.extra["turn_rewards"])
-        return zero_outside(turn_rewards, rows.has_score.unsqueeze(1).expand_as(turn_rewards))
+    def _scaled_early_rewards(self, early_rewards: EarlyRewards, rows: ScoredRollout) -> Tensor:
+        """The early rewards after scaling, (N, R) fp32; 0 in rows without a score."""
+        early = self.scaled(early_rewards.of_rows(rows))
+        return zero_outside(early, rows.has_score.unsqueeze(1).expand_as(early))
 
     def undo(self) -> None:
         """Restore the state before the last `with_rewards`."""

@@ -24,7 +24,7 @@ from dschat_ppo.features.distillation.teachers import teachers_of
 from dschat_ppo.models.micro_batches import share_prompts
 from dschat_ppo.monitor.rollout_metrics import experience_metrics
 from dschat_ppo.nonfinite import NonFinitePolicy, ReproBundles
-from dschat_ppo.ppo.advantages import AdvantageComputation
+from dschat_ppo.ppo.advantages import AdvantageComputation, early_rewards_of
 from dschat_ppo.ppo.collect import ExperienceCollection
 from dschat_ppo.ppo.group_pool import GroupPool
 from dschat_ppo.ppo.mini_dataset import MiniBatch, MiniDataset, TextBatches
@@ -139,7 +139,7 @@ class PPOComponents:
             seed=config.run.seed,
             score_clip=config.score_clip,
             warmup_rollouts=self.plan.warmup_rollouts,
-            to_go_weight=config.environment.to_go_weight,
+            early_rewards=early_rewards_of(config),
             distill_coef=distill_coef,
             source_weights=[weight for _, weight in rewards.sources],
         )

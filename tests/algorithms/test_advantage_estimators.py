@@ -9,13 +9,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ragged import fillings, gapped_mask, normal, properties, ragged_mask, returns_by_loop, widened
+from ragged import (
+    fillings,
+    gapped_mask,
+    inputs_of,
+    normal,
+    properties,
+    ragged_mask,
+    returns_by_loop,
+    widened,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dschat_ppo.algorithms.advantage_estimators import (
     ESTIMATORS,
     AdvantageInputs,
-    by_turn,
     returns_to_go,
 )
 from dschat_ppo.algorithms.groups import Groups, groups_that_differ, groups_within
@@ -25,24 +33,6 @@ from dschat_ppo.config.algorithm_flags import WITHIN_A_GROUP
 LENGTHS = (5, 3, 0, 1, 2, 5, 4, 0)
 # four rows of 7 (one of them empty), two of -2, a single 40, an empty 11
 PROMPTS = 7, -2, 7, 40, -2, 7, 7, 11
-
-
-def inputs_of(mask, rewards=None, groups=None, **changes) -> AdvantageInputs:
-    rows = mask.shape[0]
-    settings = {
-        "rewards": normal(0, *mask.shape) if rewards is None else rewards,
-        "values": normal(1, *mask.shape),
-        "response_mask": mask,
-        "groups": torch.tensor(groups)
-        if groups is not None
-        else torch.zeros(rows, dtype=torch.int64),
-        "baselines": normal(2, rows),
-        "gamma": 0.9,
-        "lam": 0.8,
-        "source_scores": normal(3, rows, 2),
-        "source_weights": torch.tensor([0.5, 2.0]).double(),
-    }
-    return AdvantageInputs(**{**settings, **changes})
 
 
 def scored(scores, groups, lengths=None, **changes) -> AdvantageInputs:
@@ -556,97 +546,3 @@ def test_groups_within_two_bounds_have_a_mean_strictly_between_them_or_not_finit
         True,
         False,
     ]
-
-
-# two turns, two, one
-TURNS = torch.tensor([[1, 1, 0, 1, 0], [1, 0, 1, 0, 0], [1, 1, 1, 0, 0]]).bool()
-
-
-def test_turns_are_credited_with_the_rewards_from_them_on_by_hand():
-    rewards = torch.tensor(
-        [[0.0, 1.0, 0.0, 2.0, 0.0], [0.0, 0.0, 4.0, 0.0, 0.0], [0.0, 0.0, 8.0, 0.0, 0.0]]
-    )
-    inputs = inputs_of(TURNS, rewards, [5, 5, 5], gamma=1.0)
-    advantages, returns = by_turn(ESTIMATORS["dr_grpo"], inputs, rewards)
-    # first turns: 3, 4, 8 with mean 5; second turns: 2, 4 with mean 3
-    expected = [[-2.0, -2.0, 0.0, -1.0, 0.0], [-1.0, 0.0, 1.0, 0.0, 0.0], [3.0, 3.0, 3.0, 0.0, 0.0]]
-    np.testing.assert_allclose(advantages.numpy(), expected, atol=1e-6)
-    assert returns.tolist() == [
-        [3.0, 3.0, 0.0, 2.0, 0.0],
-        [4.0, 0.0, 4.0, 0.0, 0.0],
-        [8.0, 8.0, 8.0, 0.0, 0.0],
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "first", "second"),
-    [
-        # 1, 7, 13 with deviation 6; the second turns are worth 0, 2 and 4, with deviation 2
-        ("grpo", [-1.0, 0.0, 1.0], [-1.0, 0.0, 1.0]),
-        ("grpo_pass_at_k", [0.0, 0.0, 1.0], [0.0, 0.0, 1.0]),
-        # means 7 and 2
-        ("maxrl", [-6 / 7, 0.0, 6 / 7], [-1.0, 0.0, 1.0]),
-    ],
-)
-def test_the_score_of_a_turn_leaves_out_the_rewards_before_it_by_hand(name, first, second):
-    mask = torch.tensor([[1, 1, 0, 1]]).bool().repeat(3, 1)
-    at_turns = torch.tensor([[0.0, 1.0, 0.0, 0.0], [0.0, 5.0, 0.0, 2.0], [0.0, 9.0, 0.0, 4.0]])
-    inputs = inputs_of(mask, at_turns, [3, 3, 3], scores=at_turns.sum(dim=1), epsilon=0.0)
-    advantages, _ = by_turn(ESTIMATORS[name], inputs, at_turns)
-    expected = [[a, a, 0.0, b] for a, b in zip(first, second, strict=True)]
-    np.testing.assert_allclose(advantages.numpy(), expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", sorted(set(WITHIN_A_GROUP) - {"gdpo"}))
-def test_turns_of_equal_episodes_have_advantage_zero(name):
-    """Four episodes of three turns score 3 x 100.3, or 0 with another sign in one turn; what is
-    left of the score at the last token and after each turn is rounding."""
-    mask = torch.tensor([[1, 1, 0, 1, 0, 1]]).bool().repeat(4, 1)
-    for last in (100.3, -200.6):
-        at_turns = torch.tensor([[0.0, 100.3, 0.0, 100.3, 0.0, last]]).repeat(4, 1)
-        scores = torch.tensor([1e-5, -2e-5, 0.0, 3e-5]) + at_turns.sum(dim=1)  # fp32's last digits
-        rewards = at_turns.clone()
-        rewards[:, -1] += scores - at_turns.sum(dim=1)
-        inputs = inputs_of(mask, rewards, [0] * 4, scores=scores, gamma=1.0)
-        advantages, _ = by_turn(ESTIMATORS[name], inputs, at_turns)
-        assert advantages.abs().max() < 1e-9
-
-
-@pytest.mark.parametrize(
-    "name", ["grpo", "rloo", "opo", "gpg", "grpo_pass_at_k", "reinforce_plus_plus_baseline"]
-)
-def test_turns_equal_a_loop_over_cut_rows(name):
-    """Each turn as a row of its own, which begins with it; with a KL penalty, so that scores and
-    rewards differ."""
-    mask = gapped_mask().bool() if name != "opo" else TURNS
-    groups = torch.arange(len(mask)) % 2
-    at_turns = torch.where(mask, normal(5, *mask.shape), 0.0)
-    kl = torch.where(mask, normal(6, *mask.shape) * 0.1, 0.0)
-    inputs = inputs_of(mask, at_turns - kl, groups.tolist(), scores=at_turns.sum(dim=1), gamma=0.7)
-    found, _ = by_turn(ESTIMATORS[name], inputs, at_turns)
-    starts = [
-        [c for c in range(mask.shape[1]) if row[c] and (c == 0 or not row[c - 1])]
-        for row in mask.tolist()
-    ]
-    seen = torch.zeros(mask.shape)
-    for turn in range(max(map(len, starts))):
-        rows = [r for r in range(len(mask)) if len(starts[r]) > turn]
-        cut = torch.zeros(len(rows), mask.shape[1], dtype=torch.bool)
-        for number, r in enumerate(rows):
-            cut[number, starts[r][turn] :] = mask[r, starts[r][turn] :]
-        part = AdvantageInputs(
-            torch.where(cut, inputs.rewards[rows], 0.0),
-            None,
-            cut,
-            groups[rows],
-            None,
-            0.7,
-            1.0,
-            scores=torch.where(cut, at_turns[rows], 0.0).sum(dim=1),
-        )
-        advantages, _ = ESTIMATORS[name](part)
-        for number, r in enumerate(rows):
-            end = starts[r][turn + 1] if len(starts[r]) > turn + 1 else mask.shape[1]
-            seen[r, starts[r][turn] : end] = advantages[number, starts[r][turn] : end]
-    assert seen.abs().sum() > 0
-    np.testing.assert_allclose(found.numpy(), seen.numpy(), atol=1e-5)

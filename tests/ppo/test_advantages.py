@@ -5,52 +5,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny_experience import record
+from scored_rows import (
+    EOS,
+    LENGTHS,
+    LONGEST,
+    SCORES,
+    Computation,
+    assert_rows_that_stay_train_as_without_the_others,
+    groups_of_four,
+    scored,
+)
 
 from dschat_ppo.algorithms.advantage_estimators import ESTIMATORS
-from dschat_ppo.algorithms.aggregation import aggregate
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
-from dschat_ppo.ppo.advantages import AdvantageComputation, empty_rows_without_score
-from dschat_ppo.ppo.mini_dataset import MiniDataset
-from dschat_ppo.types import FinishReason, ScoredRollout, select_rows
-
-LENGTHS = (3, 1, 0, 4, 2, 4)
-GROUPS = (5, 5, 9, 9, 2, 2)
-LONGEST = 4
-SCORES = (1.0, -7.0, 2.0, 0.5, 3.0, -1.0)
-EOS, CUT = FinishReason.EOS, FinishReason.LENGTH
-REASONS = (EOS, EOS, CUT, CUT, EOS, CUT)
-
-
-def scored(**changes) -> ScoredRollout:
-    """Six rows of three prompts with uneven answers, one of them empty."""
-    generator = torch.Generator().manual_seed(2)
-    mask = torch.arange(LONGEST) < torch.tensor(LENGTHS).unsqueeze(1)
-
-    def per_token(scale: float = 1.0) -> torch.Tensor:
-        return torch.where(mask, scale * torch.randn(6, LONGEST, generator=generator), 0.0)
-
-    old, ref = per_token(0.1) - mask.float(), per_token(0.1) - mask.float()
-    made = {
-        "rollout_logprobs": old + per_token(0.5),
-        "finish_reason": torch.tensor(REASONS, dtype=torch.int8),
-        "old_logprobs": old,
-        "entropies": per_token().abs(),
-        "ref_logprobs": ref,
-        "kl": old - ref,
-        "values": per_token(),
-        "source_scores": torch.tensor(SCORES).unsqueeze(1),
-        "scores": torch.tensor(SCORES),
-        "groups": torch.tensor(GROUPS),
-    }
-    return record(ScoredRollout, mask, **{**made, **changes})
-
-
-class Computation(AdvantageComputation):
-    """Both halves in one call, for rows that have their values."""
-
-    def __call__(self, rows, step):
-        return self.advantages(self.with_rewards(rows), step)
+from dschat_ppo.ppo.advantages import empty_rows_without_score
+from dschat_ppo.types import ScoredRollout
 
 
 def computation(**flags) -> Computation:
@@ -277,89 +246,7 @@ def test_the_kl_coefficient_adapts_after_the_step():
     np.testing.assert_allclose(second.numpy(), rewards_by_loop(rows, SCORES, expected), atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["gae", "dr_grpo"])
-def test_rewards_to_go_are_received_at_the_ends_of_turns(name):
-    """Row 3 has two turns, rewards 1 and 0.5 of weight 2, and 0.25 of another source; another row
-    is of its group."""
-    rows = scored(groups=torch.tensor([0, 0, 0, 1, 1, 2]))
-    mask = rows.response_mask.clone()
-    mask[3] = torch.tensor([True, True, False, True])
-    turn_rewards = torch.zeros(6, LONGEST)
-    turn_rewards[3, 1], turn_rewards[3, 3] = 1.0, 0.5
-    scores = rows.scores.clone()
-    scores[3] = 2 * 1.5 + 0.25
-    rows = replace(rows, response_mask=mask, scores=scores, extra={"turn_rewards": turn_rewards})
-    whitening = {"whiten_advantages": False} if name == "gae" else {}
-    flags = AlgorithmFlags(advantage_estimator=name, kl_coef=0.0, **whitening)
-    whole, to_go = (
-        AdvantageComputation(flags, LONGEST, 0, 5.0, to_go_weight=weight) for weight in (None, 2.0)
-    )
-    assert whole.with_rewards(rows).rewards[3].tolist() == [0.0, 0.0, 0.0, 3.25]
-    rewarded = to_go.with_rewards(rows)
-    assert rewarded.rewards[3].tolist() == [0.0, 2.0, 0.0, 1.25]
-    assert torch.equal(rewarded.rewards[[0, 1, 4]], whole.with_rewards(rows).rewards[[0, 1, 4]])
-    found = to_go.advantages(rewarded, 1).advantages[3]
-    if name == "dr_grpo":  # row 4 scores 3 in its one turn, and has no second turn
-        assert found.tolist() == [0.125, 0.125, 0.0, 0.0]
-    else:
-        value = rows.values[3].tolist()
-        lam, last = flags.gae_lambda, 1.25 - value[3]
-        second = 2.0 + value[3] - value[1] + lam * last
-        first = value[1] - value[0] + lam * second
-        np.testing.assert_allclose(found.numpy(), [first, second, 0.0, last], rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["grpo", "gpg", "maxrl", "reinforce_plus_plus_baseline"])
-def test_equal_rewards_of_another_order_or_in_other_turns_teach_nothing(name):
-    """Two pairs of episodes of two turns, in each pair with rewards that are equal in all turns, of
-    the unit 100.3. Their fp32 scores differ in the last digit, as sums in another order do."""
-    mask = torch.tensor([[True, True, False, True]]).repeat(4, 1)
-    turn_rewards = torch.zeros(4, LONGEST)
-    turn_rewards[:2, 1], turn_rewards[:2, 3] = 100.3, 3 * 100.3
-    turn_rewards[2:, 1], turn_rewards[2:, 3] = 7 * 100.3, 0.0
-    scores = turn_rewards.sum(dim=1) * torch.tensor([1.0, 1 + 2e-7, 1.0, 1 - 2e-7])
-    assert len(scores.unique()) == 4
-    rows = scored()
-    rows = select_rows(rows, torch.arange(4))
-    rows = replace(
-        rows,
-        response_mask=mask,
-        extra={"turn_rewards": turn_rewards},
-        scores=scores,
-        groups=torch.tensor([4, 4, 8, 8]),
-    )
-    flags = AlgorithmFlags(advantage_estimator=name, kl_coef=0.0)
-    for to_go_weight in (None, 1.0):
-        compute = AdvantageComputation(flags, LONGEST, 0, 0.0, to_go_weight=to_go_weight)
-        advantages = compute.advantages(compute.with_rewards(rows), 1).advantages
-        assert advantages.abs().max() < 1e-6
-
-
 # Rows without a score, which leave their group
-
-
-def groups_of_four(scores, baselines=None) -> ScoredRollout:
-    """Answers of 1 to 3 tokens, four to each prompt; None: without a score."""
-    flat = torch.tensor([float("nan") if score is None else score for score in scores])
-    rows = len(scores)
-    generator = torch.Generator().manual_seed(5)
-    mask = torch.arange(3) < (torch.arange(rows) % 3 + 1).unsqueeze(1)
-    log_probs = torch.where(mask, -torch.rand(rows, 3, generator=generator), 0.0)
-    return record(
-        ScoredRollout,
-        mask,
-        scores=flat,
-        source_scores=torch.stack([flat, flat**2], dim=1),
-        left_group=flat.isnan(),
-        groups=torch.arange(rows) // 4,
-        old_logprobs=log_probs,
-        rollout_logprobs=log_probs,
-        ref_logprobs=log_probs - 0.1 * torch.rand(rows, 3, generator=generator) * mask,
-        kl=0.1 * mask.float(),
-        values=torch.where(mask, torch.randn(rows, 3, generator=generator), 0.0),
-        baselines=baselines,
-        turn_rewards=0.25 * mask.float(),
-    )
 
 
 ESTIMATED = [
@@ -367,51 +254,13 @@ ESTIMATED = [
     {"advantage_estimator": "grpo", "group_std": "batch"},
     {"advantage_estimator": "grpo", "loss_aggregation": "constant"},
     {"advantage_estimator": "dr_grpo", "normalize_rewards": "running"},
-    {"advantage_estimator": "rloo", "to_go": True},
-    {"advantage_estimator": "gae", "to_go": True},
     {"kl_target": 0.1},
 ]
 
 
 @pytest.mark.parametrize("flags", ESTIMATED, ids=lambda flags: "-".join(map(str, flags.values())))
 def test_rows_that_stay_train_as_in_a_run_without_the_others(flags):
-    """Advantages, loss, gradient and what adapts; two answers to the first prompt and three to the
-    second are without a score."""
-    scores = [1.0, None, 0.0, None, None, None, 2.0, None, 0.5, 3.0, -1.0, 0.5]
-    rows = groups_of_four(scores, torch.linspace(-1, 1, 12))
-    flags = dict(flags)
-    weight = 0.5 if flags.pop("to_go", False) else None
-
-    def trained(rows: ScoredRollout):
-        algorithm = AlgorithmFlags(**flags)
-        made = Computation(algorithm, 3, 0, 5.0, to_go_weight=weight, source_weights=[1.0, 0.0])
-        experience = made(rows, step=1)
-        dataset = MiniDataset(len(scores), 1000, 3, seed=0)
-        dataset = replace(dataset, rows_per_update=len(experience.scores))
-        [minibatch] = dataset.minibatches(experience, 1, step=1)
-        table = torch.zeros(12, requires_grad=True)  # a parameter for each answer
-        loss = torch.zeros(())
-        for part in minibatch.micro_batches:
-            terms = -part.advantages * part.loss_weights * table[part.response_ids[:, :1]]
-            loss = loss + aggregate(
-                terms, part.loss_mask, algorithm.aggregation, minibatch.denominators
-            )
-        loss.backward()
-        state = made.kl_coef.value, made.running.state_dict(), minibatch.value_tokens
-        return experience, loss, table.grad, state
-
-    rows = replace(rows, response_ids=torch.arange(12).unsqueeze(1).expand(12, 3).clone())
-    kept = rows.has_score.nonzero().squeeze(1)
-    found, loss, gradient, state = trained(rows)
-    expected, true_loss, true_gradient, true_state = trained(
-        replace(select_rows(rows, kept), left_group=None)
-    )
-    torch.testing.assert_close(found.advantages[kept], expected.advantages, rtol=0, atol=1e-7)
-    torch.testing.assert_close(found.returns[kept], expected.returns, rtol=0, atol=1e-7)
-    assert not found.advantages[~rows.has_score].any() and not found.rewards[~rows.has_score].any()
-    torch.testing.assert_close(loss, true_loss)
-    torch.testing.assert_close(gradient, true_gradient)
-    assert not gradient[~rows.has_score].any() and state == true_state
+    assert_rows_that_stay_train_as_without_the_others(AlgorithmFlags(**flags))
 
 
 def test_advantages_of_groups_with_missing_scores_by_hand():
