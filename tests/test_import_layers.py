@@ -18,7 +18,7 @@ LAYERS = [
     {"cpu_kernels", "gpu_kernels"},
     {"data", "models", "monitor"},
     {"checkpoint", "engine", "html_report", "rewards"},
-    {"episodes", "nonfinite", "rollout", "run"},
+    {"nonfinite", "rollout", "run"},
     {"planner"},
     {"ppo", "supervised"},
     {"tools"},

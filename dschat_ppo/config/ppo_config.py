@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.config.distillation_flags import TEACHER, DistillationFlags, TeacherFlags
-from dschat_ppo.config.environment_flags import EnvironmentFlags
 from dschat_ppo.config.health_flags import PPOHealthFlags
 from dschat_ppo.config.ppo_flags import (
     EvaluationFlags,
@@ -18,8 +17,9 @@ from dschat_ppo.config.ppo_flags import (
     RewardSourceFlags,
 )
 from dschat_ppo.config.schema import flag, not_negative, require_used, share
-from dschat_ppo.config.step_config import StepConfig
+from dschat_ppo.config.step_config import StepConfig, features_give_rewards, features_observe
 from dschat_ppo.errors import UserError
+from dschat_ppo.features import hooks
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,6 @@ class PPOConfig(StepConfig):
     ppo: PPOFlags
     algorithm: AlgorithmFlags
     rewards: RewardSourceFlags
-    environment: EnvironmentFlags
     validation: EvaluationFlags
     lora: PPOLoraFlags
     ppo_memory: PPOMemoryFlags
@@ -75,7 +74,6 @@ class PPOConfig(StepConfig):
         self._check_reference()
         self._check_rewards()
         self._check_teacher()
-        self._check_episodes()
         self._check_memory()
         self._check_sequence_parallel()
         self._check_effects()
@@ -147,10 +145,13 @@ class PPOConfig(StepConfig):
                 " --process_reward scores; use --normalize_rewards running"
             )
         if not self.has_rewards and self.algorithm.advantage_estimator != "none":
+            sources = ["--reward_function", "--remote_reward_url"]
+            for names in hooks("flags.REWARDING"):  # flags of a feature, each of which gives one
+                sources += names
+            *others, last = sources
             raise UserError(
-                "--use_reward_model False leaves no reward: give --reward_function,"
-                " --remote_reward_url, --environment, --tool_config or --agent_func_path; or a"
-                " teacher (--teacher_model_name_or_path) and, to learn from it alone,"
+                f"--use_reward_model False leaves no reward: give {', '.join(others)} or {last}; or"
+                " a teacher (--teacher_model_name_or_path) and, to learn from it alone,"
                 " --advantage_estimator none"
             )
 
@@ -174,7 +175,7 @@ class PPOConfig(StepConfig):
         fits_responses_of_data = (
             from_teacher_alone
             and self.ppo.n_samples_per_prompt == 1
-            and not self.environment.is_used
+            and not features_observe(self)
             and not self.distillation.distill_policy_gradient
         )
         if self.distillation.on_policy_share < 1 and not fits_responses_of_data:
@@ -187,32 +188,6 @@ class PPOConfig(StepConfig):
             raise UserError(
                 "--offload_teacher_model needs --actor_zero_stage 3: only ZeRO-3 keeps parameters"
                 " in host memory"
-            )
-
-    def _check_episodes(self) -> None:
-        """Refuse flags of single responses beside those of episodes."""
-        has_episodes = self.environment.is_used
-        if has_episodes and self.rewards.process_reward is not None:
-            raise UserError(
-                "--process_reward scores the steps of one answer, not of episodes; omit it"
-            )
-        if has_episodes and self.ppo.min_answer_seq_len > 0:
-            raise UserError(
-                "--min_answer_seq_len is not for episodes: an action may be short; omit it"
-            )
-        estimator = self.algorithm.advantage_estimator
-        # EnvironmentFlags refuses it without an environment
-        credits_turns = self.environment.turn_reward == "to_go"
-        if credits_turns and estimator in ("remax", "gdpo"):
-            raise UserError(
-                f"--advantage_estimator {estimator} compares scores of whole episodes; use"
-                " --turn_reward sum"
-            )
-        ranks_of_group = self.ppo_memory.inference_tp_size
-        if has_episodes and ranks_of_group > 1:
-            raise UserError(
-                f"--inference_tp_size {ranks_of_group}: the ranks of a group would each run the"
-                " episodes of all; set it to 1"
             )
 
     def _check_memory(self) -> None:
@@ -338,11 +313,11 @@ class PPOConfig(StepConfig):
 
     @property
     def has_rewards(self) -> bool:
-        """Whether a model, a function, a service or an environment scores answers."""
+        """Whether a model, a function, a service or a feature scores answers."""
         return (
             self.rewards.use_reward_model
             or self.rewards.has_functions
-            or self.environment.gives_reward
+            or features_give_rewards(self)
         )
 
     @property

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from dschat_ppo.config.batch_plan import times
 from dschat_ppo.config.data_flags import DataFlags, StepData
@@ -30,7 +30,26 @@ WITHOUT_WARMUP = "constant"
 QUANTISED = ("load_in_4bit", "load_in_8bit")  # flags that quantise weights, of which one is given
 POLYNOMIAL_END = 1e-7  # where transformers' polynomial schedule ends
 
-FeatureFlags = TypeVar("FeatureFlags")
+Flags = TypeVar("Flags")
+
+
+@dataclass(frozen=True)
+class FeatureFlags:
+    """The flags of the features in a command, one group at most of each feature."""
+
+    groups: tuple[Any, ...] = ()
+
+    def of(self, kind: type[Flags]) -> Flags:
+        """The flags of a feature, which the command has."""
+        [flags] = [group for group in self.groups if isinstance(group, kind)]
+        return flags
+
+
+class HasFeatures(Protocol):
+    """The flags of a run or of a tool, as features read them."""
+
+    def of(self, kind: type[Flags]) -> Flags:
+        """The flags of a feature, which the command has."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +99,14 @@ class StepConfig(ABC):
     own_notes = dict[str, str]()  # flag without effect in this step alone -> the reason
     micro_batch = "per_device_train_batch_size"  # the flag of the rows of a micro-batch
 
-    def of(self, kind: type[FeatureFlags]) -> FeatureFlags:
+    def of(self, kind: type[Flags]) -> Flags:
         """The flags of a feature, which this step has."""
-        [flags] = [group for group in self.features if isinstance(group, kind)]
-        return flags
+        return FeatureFlags(self.features).of(kind)
+
+    def value(self, name: str) -> Any:
+        """The value of a flag, by which a feature asks for that of another; None if no group has
+        it."""
+        return flatten(self).get(name)
 
     @property
     def groups(self) -> list[Any]:
@@ -279,10 +302,35 @@ def groups_of(kind: type[StepConfig]) -> dict[str, Any]:
     return {name: hints[name] for name in of_step + of_all_steps}
 
 
+def features_give_rewards(flags: HasFeatures) -> bool:
+    """Whether a feature scores responses with these flags. It says so as `flags.gives_rewards`."""
+    return any(gives_rewards(flags) for gives_rewards in hooks("flags.gives_rewards"))
+
+
+def features_observe(flags: HasFeatures) -> bool:
+    """Whether a feature lets responses go on after tokens that the policy did not choose. It says
+    so as `flags.observes`."""
+    return any(observes(flags) for observes in hooks("flags.observes"))
+
+
+def feature_groups(command: str) -> list[Any]:
+    """The groups of flags of the features in a command, as dataclasses: in a kind of step, or in a
+    tool, "chat" or "evaluate". A feature offers them as `flags.FLAGS`, by the command."""
+    return [flags[command] for flags in hooks("flags.FLAGS") if command in flags]
+
+
+def without_effect(command: str) -> dict[str, str]:
+    """The flags of features that have no effect in a tool -> the reason. A feature offers them as
+    `flags.WITHOUT_EFFECT`, by the tool."""
+    reasons: dict[str, str] = {}
+    for reasons_by_command in hooks("flags.WITHOUT_EFFECT"):
+        reasons |= reasons_by_command.get(command, {})
+    return reasons
+
+
 def feature_groups_of(kind: type[StepConfig]) -> list[Any]:
-    """The groups of flags of the features in a step, as dataclasses. A feature offers them as
-    `flags.FLAGS`, by the kind of step."""
-    return [flags[kind.kind] for flags in hooks("flags.FLAGS") if kind.kind in flags]
+    """`feature_groups` of a step."""
+    return feature_groups(kind.kind)
 
 
 def all_groups_of(kind: type[StepConfig]) -> list[Any]:

@@ -345,6 +345,9 @@ def inputs_of(
     evaluation_functions = []
     if config.validation.eval_reward_function:
         evaluation_functions = [config.validation.eval_reward_function]
+    files_of_features = []
+    for files in hooks("flags.files"):  # (flag with its value, file) of each that a feature reads
+        files_of_features += files(config)
     return RunInputs(
         rows.train,
         {EVAL_ROWS: rows.eval, TEXT_BLOCKS: text_rows},
@@ -356,7 +359,7 @@ def inputs_of(
                 ("--policy_loss", config.algorithm.policy_loss),
                 ("--sampler", config.ppo.sampler or ""),
             ),
-            *config.environment.files,
+            *files_of_features,
             *function_files("--reward_function", config.rewards.reward_function),
             *function_files("--eval_reward_function", evaluation_functions),
         ],

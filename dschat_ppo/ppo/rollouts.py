@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.seeding import row_seeds
+from dschat_ppo.config.step_config import HasFeatures
 from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.data.examples import Row
 from dschat_ppo.features import hooks
@@ -111,7 +112,7 @@ class RolloutPart:
 
 
 def start_parts(
-    flags: Any,
+    features: HasFeatures,
     tokenizer: PreTrainedTokenizerBase,
     longest: int,
     output: Path | None,
@@ -121,7 +122,7 @@ def start_parts(
     as `rollouts.start`, with these arguments but the last, a `RolloutPart` or None.
 
     Args:
-        flags: of the run, or of an evaluation.
+        features: the flags of the run, or of an evaluation.
         tokenizer: the policy's.
         longest: most tokens of a prompt.
         output: the folder of a run that may be resumed; None: there is none.
@@ -129,7 +130,7 @@ def start_parts(
     """
     parts = []
     for start in hooks("rollouts.start"):
-        part = start(flags, tokenizer, longest, output)
+        part = start(features, tokenizer, longest, output)
         if part is not None:
             at_end.callback(part.close)
             parts.append(part)
@@ -142,17 +143,17 @@ def reward_sources_of(parts: Sequence[RolloutPart]) -> list[tuple[RewardSource, 
 
 
 def described_tools(
-    flags: Any, tokenizer: PreTrainedTokenizerBase, longest: int
+    features: HasFeatures, tokenizer: PreTrainedTokenizerBase, longest: int
 ) -> list[dict[str, Any]]:
     """JSON schemas of the tools that the prompts describe to the model, which features offer as
     `rollouts.described_tools`, with these arguments. `UserError` if they cannot be used.
 
     Args:
-        flags: of the run, or of an evaluation.
+        features: the flags of the run, or of an evaluation.
         tokenizer: the policy's.
         longest: most tokens of a prompt.
     """
     tools: list[dict[str, Any]] = []
     for describe in hooks("rollouts.described_tools"):
-        tools += describe(flags, tokenizer, longest)
+        tools += describe(features, tokenizer, longest)
     return tools

@@ -16,25 +16,22 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 from dschat_ppo.common.exit_codes import DONE
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.config.environment_flags import EnvironmentFlags
 from dschat_ppo.config.flag_parser import FlagParser, add_groups, values_of
+from dschat_ppo.config.step_config import FeatureFlags, feature_groups, without_effect
 from dschat_ppo.errors import UserError
+from dschat_ppo.features import hooks
 from dschat_ppo.tools import exit_code_of
 from dschat_ppo.tools.sampling_settings import (
     SamplingSettings,
     add_sampling_flags,
+    feature_flags_of,
     sampling_settings_of,
-)
-
-NOT_HERE = dict.fromkeys(
-    ("environment_workers", "environment_reward_weight", "turn_reward"),
-    "has no effect here, where one episode runs at a time and nothing trains; omit it",
 )
 
 
@@ -46,7 +43,8 @@ def chat_parser() -> FlagParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.advice = lambda name: NOT_HERE.get(name, "")
+    idle = without_effect("chat")
+    parser.advice = lambda name: idle.get(name, "")
     parser.add_argument(
         "--model", required=True, metavar="A", help="folder or hub name of a model or an adapter"
     )
@@ -81,19 +79,19 @@ def chat_parser() -> FlagParser:
         "--chat_template_kwargs", metavar="JSON", help="variables for the chat template"
     )
     add_sampling_flags(parser)
-    add_groups(parser, [EnvironmentFlags], without=NOT_HERE)
+    add_groups(parser, feature_groups("chat"), without=idle)
     return parser
 
 
 def read_arguments(
     argv: Sequence[str],
-) -> tuple[argparse.Namespace, SamplingSettings, DataFlags, EnvironmentFlags]:
+) -> tuple[argparse.Namespace, SamplingSettings, DataFlags, FeatureFlags]:
     """Parse the command line: the command's own flags, the sampling, the flags of the chat
-    template, and those of tools and environments."""
+    template, and those of features."""
     args = chat_parser().parse_args(argv)
     if not args.apply_chat_template:
         for name in ("system", "chat_template", "chat_template_kwargs", "tools"):
-            if getattr(args, name):
+            if getattr(args, name, None):
                 raise UserError(
                     f"--{name} needs the chat template: omit it, or --apply_chat_template False"
                 )
@@ -102,19 +100,14 @@ def read_arguments(
         chat_template=args.chat_template,
         chat_template_kwargs=args.chat_template_kwargs,
     )
-    environment = {
-        name: value
-        for name, value in vars(args).items()
-        if name in EnvironmentFlags.__annotations__
-    }
-    return args, sampling_settings_of(args), data, EnvironmentFlags(**environment)
+    return args, sampling_settings_of(args), data, feature_flags_of(args, "chat")
 
 
 def chat(
     args: argparse.Namespace,
     settings: SamplingSettings,
     data: DataFlags,
-    environment: EnvironmentFlags,
+    features: FeatureFlags,
 ) -> None:
     """Check and load the models, then chat until the input ends; see `read_arguments`."""
     # after the flags are checked: these imports take seconds
@@ -124,7 +117,7 @@ def chat(
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     from dschat_ppo.common.logging import quiet_libraries
     from dschat_ppo.planner.number_format import dtype_for_tool
-    from dschat_ppo.tools.chat_model import ChatModel, Terminal, checked_models
+    from dschat_ppo.tools.chat_model import ChatModel, CheckedModel, Terminal, checked_models
 
     quiet_libraries()
     names = [("--model", args.model)]
@@ -142,23 +135,14 @@ def chat(
     if interactive:
         import readline  # noqa: F401  `input` then has a history and arrow keys
 
-    folders = [model.folder for model in checked]
-    models: list[ChatModel] = []
+    # a model, its number format -> the model as it responds in this chat
+    load: Callable[[CheckedModel, str], ChatModel] = ChatModel
     with ExitStack() as at_end:
-        if environment.is_used:
-            from dschat_ppo.tools.chat_episodes import EpisodeModel, EpisodeRollouts
-
-            rollouts_of_models = []  # all checked before the first model is loaded
-            for model in checked:
-                rollouts = EpisodeRollouts(environment, model.tokenizer, sys.maxsize)
-                at_end.enter_context(closing(rollouts))
-                rollouts_of_models.append(rollouts)
-            dtype = dtype_for_tool(args.dtype, folders)
-            for model, rollouts in zip(checked, rollouts_of_models, strict=True):
-                models.append(EpisodeModel(model, dtype, environment, rollouts))
-        else:
-            dtype = dtype_for_tool(args.dtype, folders)
-            models = [ChatModel(model, dtype) for model in checked]
+        for prepare in hooks("chat.prepare"):
+            # a feature prepares the chat before a model is loaded, and may load models in its way
+            load = prepare(features, checked, at_end) or load
+        dtype = dtype_for_tool(args.dtype, [model.folder for model in checked])
+        models = [load(model, dtype) for model in checked]
         Terminal(models, settings, args.system, interactive).run()
 
 

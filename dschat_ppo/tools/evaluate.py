@@ -20,23 +20,31 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.config.environment_flags import EnvironmentFlags
 from dschat_ppo.config.flag_parser import add_groups, flag_parser
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.ppo_flags import RewardSourceFlags
 from dschat_ppo.config.schema import flag, not_negative, positive
+from dschat_ppo.config.step_config import (
+    FeatureFlags,
+    feature_groups,
+    features_give_rewards,
+    without_effect,
+)
 from dschat_ppo.errors import StorageError, UserError
+from dschat_ppo.features import hooks
 from dschat_ppo.tools import exit_code_of
 from dschat_ppo.tools.sampling_settings import (
     EvaluationRequest,
     add_sampling_flags,
+    feature_flags_of,
     sampling_settings_of,
+    values_of_group,
 )
 
 PROMPT_TOKENS = 256  # at most, by default
@@ -45,7 +53,7 @@ NOT_HERE = {  # flags of the groups that the command does not have -> why
         ("data_split", "streaming", "streaming_rows"),
         "has no effect here, where all rows are used; omit it",
     ),
-    "turn_reward": "has no effect here, where nothing trains; omit it",
+    **without_effect("evaluate"),
     "use_reward_model": "has no effect here; name a reward model by --reward_model_name_or_path",
 }
 
@@ -89,48 +97,39 @@ def evaluation_request(argv: Sequence[str]) -> EvaluationRequest:
     )
     parser.usage = f"{parser.prog} --model M [M ...] --data_path DATA [flag ...]"
     add_sampling_flags(parser)
-    add_groups(parser, [DataFlags, RewardSourceFlags, EnvironmentFlags], without=NOT_HERE)
+    groups = [DataFlags, RewardSourceFlags, *feature_groups("evaluate")]
+    add_groups(parser, groups, without=NOT_HERE)
     parser.advice = lambda name: NOT_HERE.get(name, "")
     parser.set_defaults(data_path=[], truncation=None)
     args = parser.parse_args(argv)
-
-    def values_of_group(group: type) -> dict[str, Any]:
-        return {
-            field.name: getattr(args, field.name)
-            for field in fields(group)
-            if hasattr(args, field.name)
-        }
-
-    environment = EnvironmentFlags(**values_of_group(EnvironmentFlags))
+    features = feature_flags_of(args, "evaluate")
     reward_model = args.reward_model_name_or_path
+    has_source = reward_model or args.reward_function or args.remote_reward_url
     rewards = None
-    if reward_model or args.reward_function or args.remote_reward_url or environment.gives_reward:
+    if has_source or features_give_rewards(features):
         rewards = RewardSourceFlags(
-            **values_of_group(RewardSourceFlags), use_reward_model=reward_model is not None
+            **values_of_group(args, RewardSourceFlags), use_reward_model=reward_model is not None
         )
-    _check_flags(args, has_reward=rewards is not None, has_episodes=environment.is_used)
-    prompts = values_of_group(DataFlags)
+    _check_flags(args, features, has_reward=rewards is not None)
+    prompts = values_of_group(args, DataFlags)
     # rows that are too long: as in step 3
     prompts["truncation"] = args.truncation or PPOConfig.own_defaults["truncation"]
     return EvaluationRequest(
-        args, DataFlags(**prompts), rewards, environment, sampling_settings_of(args)
+        args, DataFlags(**prompts), rewards, features, sampling_settings_of(args)
     )
 
 
-def _check_flags(args: argparse.Namespace, has_reward: bool, has_episodes: bool) -> None:
-    """Refuse flags that are missing, or that do not fit each other."""
+def _check_flags(args: argparse.Namespace, features: FeatureFlags, has_reward: bool) -> None:
+    """Refuse flags that are missing, or that do not fit each other. A feature refuses some as
+    `refusals.refuse_evaluation(args, features)`."""
     if not args.model or not args.data_path:
         raise UserError("give --model and --data_path: the models answer the prompts of a data set")
     if len(set(args.model)) < len(args.model):
         raise UserError("--model names a model twice")
     if args.decoding == "greedy" and args.samples > 1:
         raise UserError("--samples has no effect with --decoding greedy; omit one of them")
-    if has_episodes and bool(args.write_best or args.write_pairs):
-        raise UserError(
-            "--write_best and --write_pairs are for single answers, not for episodes; omit them"
-        )
-    if has_episodes and args.process_reward is not None:
-        raise UserError("--process_reward scores the steps of one answer, not of episodes; omit it")
+    for refuse in hooks("refusals.refuse_evaluation"):
+        refuse(args, features)
     if args.write_pairs is not None and (args.samples == 1 or not has_reward):
         raise UserError(
             "--write_pairs compares the scores of several answers: give --samples 2 or more, "

@@ -174,7 +174,7 @@ def _prepared_prompts(
     """The prompts as token rows of a model, and the names of their data sets."""
     limit = request.args.max_prompt_seq_len
     step = StepData("prompt", request.prompts, limit, whole_flag="--data_path")
-    tools = described_tools(request, model.tokenizer, limit)
+    tools = described_tools(request.features, model.tokenizer, limit)
     prepared = prepare(replace(step, tools=tools), model.tokenizer)
     rows = prepared.eval
     if rows is None:
@@ -202,7 +202,9 @@ def _results_of(
     use_fast_layers(model)
     results = []
     with ExitStack() as at_end:
-        parts = start_parts(request, checked.tokenizer, args.max_prompt_seq_len, None, at_end)
+        parts = start_parts(
+            request.features, checked.tokenizer, args.max_prompt_seq_len, None, at_end
+        )
         configs = _generation_configs(model, checked, request, parts)
         mixture = _reward_mixture(request, checked, scorer, parts)
         at_end.enter_context(closing(mixture))

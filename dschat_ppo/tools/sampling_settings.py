@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.config.environment_flags import EnvironmentFlags
 from dschat_ppo.config.ppo_flags import RewardSourceFlags
+from dschat_ppo.config.step_config import FeatureFlags, feature_groups
 from dschat_ppo.errors import UserError
 
 if TYPE_CHECKING:  # it needs torch, for which wrong flags do not wait
@@ -92,12 +92,27 @@ class SamplingSettings:
 class EvaluationRequest:
     """What the command line of `tools/evaluate.py` asks for."""
 
-    # `ToolFlags`, and the flags of data, rewards, environments and sampling
+    # `ToolFlags`, and the flags of data, rewards, features and sampling
     args: argparse.Namespace
     prompts: DataFlags
     rewards: RewardSourceFlags | None
-    environment: EnvironmentFlags
+    features: FeatureFlags
     settings: SamplingSettings
+
+
+def values_of_group(args: argparse.Namespace, group: type) -> dict[str, Any]:
+    """Flag -> value of those of a group that the command has."""
+    return {
+        field.name: getattr(args, field.name)
+        for field in fields(group)
+        if hasattr(args, field.name)
+    }
+
+
+def feature_flags_of(args: argparse.Namespace, command: str) -> FeatureFlags:
+    """The flags of the features in the command."""
+    groups = [group(**values_of_group(args, group)) for group in feature_groups(command)]
+    return FeatureFlags(tuple(groups))
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:

@@ -136,34 +136,6 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
         "--use_reward_model False",
         "--use_reward_model False leaves no reward: give --reward_function",
     ),
-    # episodes
-    (
-        "ppo",
-        f"{FUNCTION} --environment e.py:E --min_answer_seq_len 2",
-        "--min_answer_seq_len is not for episodes",
-    ),
-    (
-        "ppo",
-        "--environment e.py:E --process_reward min",
-        "--process_reward scores the steps of one answer",
-    ),
-    (
-        "ppo",
-        "--environment e.py:E --inference_tp_size 2",
-        "--inference_tp_size 2: the ranks of a group",
-    ),
-    (
-        "ppo",
-        "--environment e.py:E --agent_func_path a.py",
-        "--environment and --agent_func_path: name one of them",
-    ),
-    (
-        "ppo",
-        "--tools t.py:f --tool_config t.yaml",
-        "--tools beside --tool_config: its environment has no other tools",
-    ),
-    ("ppo", "--max_turns 3", "--max_turns 3 has no effect: it is for --environment, --tools"),
-    ("ppo", "--use_reward_model False --tools t.py:f", "--use_reward_model False leaves no reward"),
     # memory
     ("ppo", "--offload", "--actor_zero_stage and --critic_zero_stage"),
     ("ppo", "--offload --actor_zero_stage 3", "--actor_zero_stage and --critic_zero_stage"),
@@ -305,17 +277,6 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
             "gdpo standardises each reward source",
         )
         for words in ("--reward_clip 5", "--normalize_rewards running")
-    ],
-    *[
-        (
-            "ppo",
-            (
-                f"--advantage_estimator {name} --n_samples_per_prompt 2 --environment e.py:E"
-                " --turn_reward to_go"
-            ),
-            f"--advantage_estimator {name} compares scores of whole episodes",
-        )
-        for name in ("gdpo", "remax")
     ],
     (
         "ppo",

@@ -13,8 +13,6 @@ from dschat_ppo.data.encode import encode_example
 from dschat_ppo.data.examples import MESSAGES, VARIABLES
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.templates import with_template_flags
-from dschat_ppo.episodes.environments import Turn
-from dschat_ppo.episodes.observations import ObservationTokens
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards.learned_reward import _example_to_score
 
@@ -100,12 +98,8 @@ def test_switches_and_empty_values_may_belong_to_other_templates(tmp_path):
     assert prepared(tmp_path, rows)[0] == PROMPTS[:1]
 
 
-def test_a_reward_model_and_observations_read_them_too():
+def test_a_reward_model_reads_them_too():
     tokenizer = tokenizer_of()
     row = {MESSAGES: [ASK], VARIABLES: QUIET | {"other": "x"}}
     ids = encode_example(tokenizer, _example_to_score(tokenizer, "", "There.", row)).prompt
     assert tokenizer.decode(ids) == PROMPTS[0]
-    read, seen = ObservationTokens(tokenizer, [], 100), Turn([{"role": "user", "content": "No."}])
-    assert tokenizer.decode(read(seen, variables=LOUD)).endswith("assistant\n")
-    assert tokenizer.decode(read(seen, variables=QUIET)).endswith("<think></think>")
-    assert tokenizer.decode(read.opening([ASK], "Look.", (), QUIET)).startswith("<|im_start|>sys")

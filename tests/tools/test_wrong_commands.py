@@ -34,8 +34,6 @@ WRONG = [
         "--model {lm} --compare {reward}",
         "{reward}: is a reward model or critic, because it has a score head",
     ),
-    ("chat", "--model a --max_turns 3", "--max_turns 3 has no effect"),
-    ("chat", "--model a --environment_workers 3", "--environment_workers: has no effect here"),
     (
         "chat",
         "--model {lm} --chat_template chatml --tools none.py:f",
@@ -69,14 +67,6 @@ WRONG = [
         f"{TWO} --process_reward min --reward_function length",
         "--process_reward min has no effect",
     ),
-    (
-        "evaluate",
-        f"{TWO} --agent_func_path a.py --process_reward min --reward_model_name_or_path r",
-        "not of episodes",
-    ),
-    ("evaluate", f"{TWO} --turn_reward to_go", "--turn_reward: has no effect here"),
-    ("evaluate", f"{TWO} --agent_func_path a.py --tool_config b", "name one of them"),
-    ("evaluate", f"{REAL} --agent_func_path none.py", "--agent_func_path none.py: cannot be used"),
     ("evaluate", "--model a a --data_path d", "--model names a model twice"),
     ("evaluate", f"{TWO} --min_p 2", "--min_p must be a number from 0 to 1"),
     ("evaluate", f"{TWO} --actor_learning_rate 1", "unknown flag or value"),

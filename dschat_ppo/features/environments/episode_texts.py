@@ -14,9 +14,9 @@ from dschat_ppo.data.examples import Message
 from dschat_ppo.data.replies import read_reply
 from dschat_ppo.data.reply_tokens import LONGEST_MARK, ends_in_thought, without_special
 from dschat_ppo.data.templates import without_final
-from dschat_ppo.episodes.shown_turns import turns_of
-from dschat_ppo.episodes.tool_calls import said_and_called
-from dschat_ppo.episodes.turns import read_action
+from dschat_ppo.features.environments.shown_sections import sections_of
+from dschat_ppo.features.environments.tool_calls import said_and_called
+from dschat_ppo.features.environments.turns import read_action
 from dschat_ppo.ppo.response_texts import whole_texts
 from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.types import Rollout
@@ -48,7 +48,7 @@ def episode_texts(
         rollout.response_mask.tolist(),
         rollout.response_lengths.tolist(),
         whole_texts(tokenizer, rollout),
-        turns_of(tokenizer, rollout),
+        sections_of(tokenizer, rollout),
         strict=True,
     )
     texts = list[ResponseText]()

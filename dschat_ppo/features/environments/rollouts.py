@@ -11,33 +11,37 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from dschat_ppo.config.step_config import HasFeatures
 from dschat_ppo.data.examples import TOOLS, Message, Row
-from dschat_ppo.episodes.journal import RolloutKey
-from dschat_ppo.episodes.rollouts import EpisodeRollouts
+from dschat_ppo.features.environments.episode_rollouts import EpisodeRollouts
 from dschat_ppo.features.environments.episode_texts import episode_texts
+from dschat_ppo.features.environments.flags import EnvironmentFlags
+from dschat_ppo.features.environments.journal import RolloutKey
 from dschat_ppo.ppo.rollouts import Generate, RolloutPart, RolloutTask, SampleRollout
 from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.types import Rollout
 
 
 def described_tools(
-    flags: Any, tokenizer: PreTrainedTokenizerBase, longest: int
+    features: HasFeatures, tokenizer: PreTrainedTokenizerBase, longest: int
 ) -> Sequence[dict[str, Any]]:
     """JSON schemas of what the environment offers to the model; () without one. `UserError` if it
     cannot be used; see `EpisodeRollouts` for the arguments."""
-    if not flags.environment.is_used:
+    flags = features.of(EnvironmentFlags)
+    if not flags.is_used:
         return ()
-    with closing(EpisodeRollouts(flags.environment, tokenizer, longest)) as episodes:
+    with closing(EpisodeRollouts(flags, tokenizer, longest)) as episodes:
         return episodes.tools
 
 
 def start(
-    flags: Any, tokenizer: PreTrainedTokenizerBase, longest: int, output: Path | None
+    features: HasFeatures, tokenizer: PreTrainedTokenizerBase, longest: int, output: Path | None
 ) -> RolloutPart | None:
     """Start the environments of the flags; arguments as `start_parts`."""
-    if not flags.environment.is_used:
+    flags = features.of(EnvironmentFlags)
+    if not flags.is_used:
         return None
-    return part_of(EpisodeRollouts(flags.environment, tokenizer, longest, output))
+    return part_of(EpisodeRollouts(flags, tokenizer, longest, output))
 
 
 def part_of(episodes: EpisodeRollouts) -> RolloutPart:

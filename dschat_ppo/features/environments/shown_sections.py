@@ -1,5 +1,72 @@
-"""How responses of several turns are shown."""
+"""Episodes as people read them: what the model said, its tool calls, and what environments and
+tools answered."""
 
-from dschat_ppo.episodes.shown_turns import turns_of as sections_of
+from __future__ import annotations
 
-__all__ = ["sections_of"]
+from itertools import groupby
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from dschat_ppo.data.encode import decoded
+from dschat_ppo.data.reply_tokens import LONGEST_MARK, ends_in_thought
+from dschat_ppo.data.templates import without_final
+from dschat_ppo.features.environments.observations import observed_text
+from dschat_ppo.features.environments.tool_calls import said_and_called
+from dschat_ppo.types import Rollout
+
+
+def sections_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[list[dict[str, Any]]]:
+    """The sections of each row that has observations; [] of the others.
+
+    A section has a `text` and a `role`: "model" for what the model says, "call" for its tool calls,
+    "environment" for what came back. The last section of an action has its `reward`, if the rollout
+    has rewards of turns.
+    """
+    sections_of_rows = list[list[dict[str, Any]]]()
+    lengths = rollout.response_lengths.tolist()
+    chosen = rollout.response_mask.tolist()
+    rewards: list[Any] = [None] * len(lengths)
+    if "turn_rewards" in rollout.extra:
+        rewards = rollout.extra["turn_rewards"].tolist()
+    rows = zip(
+        rollout.prompt_ids[:, -LONGEST_MARK:].tolist(),
+        rollout.response_ids.tolist(),
+        chosen,
+        lengths,
+        rewards,
+        strict=True,
+    )
+    for prompt, ids, mask, length, rewards_of_row in rows:
+        sections = list[dict[str, Any]]()
+        sections_of_rows.append(sections)
+        if all(mask[:length]):
+            continue  # the model chose all tokens: there is no observation
+        before = prompt
+        end = 0
+        for is_action, tokens in groupby(mask[:length]):
+            start = end
+            end = start + len(list(tokens))
+            if is_action:
+                sections += _action_sections(tokenizer, ids[start:end], before)
+                if rewards_of_row is not None:
+                    sections[-1]["reward"] = rewards_of_row[end - 1]
+            else:
+                seen = observed_text(tokenizer, ids[start:end])
+                sections.append({"role": "environment", "text": seen})
+            before = ids[start:end]
+    return sections_of_rows
+
+
+def _action_sections(
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], before: list[int]
+) -> list[dict[str, Any]]:
+    """What an action says, and its calls; `before`: the tokens that precede it."""
+    text, _ = without_final(tokenizer, decoded(tokenizer, ids))
+    said, called = said_and_called(text, ends_in_thought(tokenizer, before))
+    sections = list[dict[str, Any]]()
+    if said or not called:
+        sections.append({"role": "model", "text": said})
+    if called:
+        sections.append({"role": "call", "text": called})
+    return sections

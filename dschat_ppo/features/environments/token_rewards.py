@@ -16,13 +16,14 @@ from dschat_ppo.algorithms.advantage_estimators import (
 )
 from dschat_ppo.algorithms.aggregation import zero_outside
 from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.features.environments.flags import EnvironmentFlags
 from dschat_ppo.ppo.advantages import EarlyRewards
 from dschat_ppo.types import ScoredRollout
 
 
 def early_rewards(config: PPOConfig) -> EarlyRewards | None:
     """The rewards of turns; None if an episode has one score."""
-    flags = config.environment
+    flags = config.of(EnvironmentFlags)
     if flags.turn_reward != "to_go":
         return None
     return turn_rewards(flags.environment_reward_weight)

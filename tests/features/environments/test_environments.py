@@ -7,8 +7,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from dschat_ppo.episodes.environment_forms import environment_form
-from dschat_ppo.episodes.environments import Turn
+from dschat_ppo.features.environments.environment_forms import environment_form
+from dschat_ppo.features.environments.environments import Turn
 
 TOOLS = '''
 import asyncio

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.data.encode import SPLIT, decoded, divided, encode_after
 from dschat_ppo.data.examples import Message
 from dschat_ppo.data.templates import Variables, render, turn_end
-from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.errors import UserError
+from dschat_ppo.features.environments.environments import Turn
 
 Truncation = Literal["left", "middle", "right"]
 _LONGEST = 64  # characters of a token

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from dschat_ppo.common.own_functions import cause_of
-from dschat_ppo.episodes.environments import (
+from dschat_ppo.errors import attempt
+from dschat_ppo.features.environments.environments import (
     EnvironmentForm,
     Message,
     Row,
@@ -30,7 +31,6 @@ from dschat_ppo.episodes.environments import (
     message_content,
     reward_number,
 )
-from dschat_ppo.errors import attempt
 
 
 class ToolEnvironment:

@@ -10,7 +10,8 @@ from bash_blocks import FLAGS_OF_STEP_3, ROOT, blocks_of, files_of
 
 from dschat_ppo.common.own_functions import load_callable
 from dschat_ppo.config.cli import parse
-from dschat_ppo.episodes.environment_forms import environment_form
+from dschat_ppo.features.environments.environment_forms import environment_form
+from dschat_ppo.features.environments.flags import EnvironmentFlags
 
 PAGE = ROOT / "docs/environments.md"
 NEEDED = ["--actor_model_name_or_path", "model", "--data_path", "rows.jsonl", "--output_dir", "out"]
@@ -47,7 +48,7 @@ def test_a_game(words, request):
     name = request.node.callspec.id
     if name in INSTALLED:
         pytest.skip("it is installed: its own classes take the place of the stand-ins")
-    form = environment_form(**parse("ppo", [*NEEDED, *words]).environment.names)
+    form = environment_form(**parse("ppo", [*NEEDED, *words]).of(EnvironmentFlags).names)
     episode, said, rewards = form.make(), [], []
     episode.reset(ROW | OF_VERL | {"ground_truth": ROW["secret"]}, 0)
     for number in (5, 8, 7):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any
@@ -13,19 +13,40 @@ from typing import Any
 from datasets import Dataset
 
 from dschat_ppo.common.seeding import row_seeds
-from dschat_ppo.config.environment_flags import EnvironmentFlags
+from dschat_ppo.config.step_config import HasFeatures
 from dschat_ppo.data.examples import MESSAGES, TOOLS
 from dschat_ppo.data.reply_tokens import ends_in_thought
 from dschat_ppo.data.templates import Messages
-from dschat_ppo.episodes.environments import Turn
-from dschat_ppo.episodes.observations import ObservationTokens, observed_text
-from dschat_ppo.episodes.rollouts import EpisodeRollouts
-from dschat_ppo.episodes.turns import WAIT_SECONDS, read_action
 from dschat_ppo.errors import UserError
+from dschat_ppo.features.environments.environments import Turn
+from dschat_ppo.features.environments.episode_rollouts import EpisodeRollouts
+from dschat_ppo.features.environments.flags import EnvironmentFlags
+from dschat_ppo.features.environments.observations import ObservationTokens, observed_text
+from dschat_ppo.features.environments.turns import WAIT_SECONDS, read_action
 from dschat_ppo.rewards.worker_pool import CallError
 from dschat_ppo.rollout.continuous_batching import never
 from dschat_ppo.tools.chat_model import ChatModel, CheckedModel, StreamedToken
 from dschat_ppo.tools.sampling_settings import SamplingSettings
+
+
+def prepare(
+    features: HasFeatures, checked: Sequence[CheckedModel], at_end: ExitStack
+) -> Callable[[CheckedModel, str], ChatModel] | None:
+    """Start the environments of the models, which `at_end` ends; returns what loads a model that
+    plays in them. None if no flag names one."""
+    flags = features.of(EnvironmentFlags)
+    if not flags.is_used:
+        return None
+    rollouts_of = {}
+    for model in checked:
+        rollouts = EpisodeRollouts(flags, model.tokenizer, sys.maxsize)
+        at_end.callback(rollouts.close)
+        rollouts_of[id(model)] = rollouts
+
+    def load(model: CheckedModel, dtype: str) -> ChatModel:
+        return EpisodeModel(model, dtype, flags, rollouts_of[id(model)])
+
+    return load
 
 
 @dataclass

@@ -3,30 +3,30 @@
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from chat_tokenizers import EACH, EVERY, WITH_TOOLS, opened_by, shaped, special_tokenizer
 from tiny_tokenizers import tokenizer_of
 
-from dschat_ppo.config.environment_flags import EnvironmentFlags
+from dschat_ppo.config.step_config import FeatureFlags
 from dschat_ppo.data.encode import encode_after
 from dschat_ppo.data.reply_tokens import ends_in_thought
-from dschat_ppo.episodes.environment_forms import _Agent, _Gym
-from dschat_ppo.episodes.shown_turns import turns_of
-from dschat_ppo.episodes.tool_calls import (
+from dschat_ppo.errors import UserError
+from dschat_ppo.features.environments.environment_forms import _Agent, _Gym
+from dschat_ppo.features.environments.flags import EnvironmentFlags
+from dschat_ppo.features.environments.rollouts import described_tools
+from dschat_ppo.features.environments.shown_sections import sections_of
+from dschat_ppo.features.environments.tool_calls import (
     MalformedCallError,
     check_calls_read_back,
     parse_action,
     said_and_called,
 )
-from dschat_ppo.episodes.turns import read_action
-from dschat_ppo.errors import UserError
-from dschat_ppo.features.environments.rollouts import described_tools
+from dschat_ppo.features.environments.turns import read_action
 from dschat_ppo.types import Rollout
 
-DOCS = Path(__file__).parents[2] / "docs/environments.md"
+DOCS = Path(__file__).parents[3] / "docs/environments.md"
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 JSON = '{"name": "add", "arguments": {"a": 1}}'
 CALL = f"<tool_call>{JSON}</tool_call>"
@@ -299,7 +299,7 @@ def test_what_precedes_an_action_opens_its_thought(opening, is_opened):
         episode_lengths=torch.tensor([len(chosen)]),
     )
     first = {"role": "model" if is_opened else "call", "text": CALL}
-    assert turns_of(tokenizer, rollout)[0][0] == first
+    assert sections_of(tokenizer, rollout)[0][0] == first
 
 
 # Calls that the template writes
@@ -404,7 +404,7 @@ def test_it_is_said_before_the_processes_of_a_run_begin(tmp_path):
     file = tmp_path / "own.py"
     described = '    """Add.\n\n    Args:\n        a: the number.\n    """\n'
     file.write_text(f"def add(a: int) -> int:\n{described}    return a\n")
-    flags = SimpleNamespace(environment=EnvironmentFlags(tools=[f"{file}:add"]))
+    flags = FeatureFlags((EnvironmentFlags(tools=[f"{file}:add"]),))
     with pytest.raises(UserError, match=r"--tools .*own.py:add.*cannot be read back"):
         described_tools(flags, calling(GRANITE), 100)
     assert described_tools(flags, calling(QWEN), 100)[0]["function"]["name"] == "add"

@@ -17,25 +17,30 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import print_line
-from dschat_ppo.config.environment_flags import EnvironmentFlags
 from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.data.encode import encode_after
 from dschat_ppo.data.examples import MESSAGES, TOOLS, VARIABLES, Message, Row
 from dschat_ppo.data.rendered import known_variables
 from dschat_ppo.data.reply_tokens import ends_in_thought
 from dschat_ppo.data.templates import Variables
-from dschat_ppo.episodes.environments import Turn
-from dschat_ppo.episodes.episode_processes import Episodes
-from dschat_ppo.episodes.journal import FIRST_ROLLOUT, Journal, JournalledEpisodes, RolloutKey
-from dschat_ppo.episodes.observations import ObservationTokens
-from dschat_ppo.episodes.tool_calls import check_calls_read_back
-from dschat_ppo.episodes.turns import (
+from dschat_ppo.errors import UserError, printable_line
+from dschat_ppo.features.environments.environments import Turn
+from dschat_ppo.features.environments.episode_processes import Episodes
+from dschat_ppo.features.environments.flags import EnvironmentFlags
+from dschat_ppo.features.environments.journal import (
+    FIRST_ROLLOUT,
+    Journal,
+    JournalledEpisodes,
+    RolloutKey,
+)
+from dschat_ppo.features.environments.observations import ObservationTokens
+from dschat_ppo.features.environments.tool_calls import check_calls_read_back
+from dschat_ppo.features.environments.turns import (
     MALFORMED,
     WAIT_SECONDS,
     EpisodeRecord,
     EpisodeTurns,
 )
-from dschat_ppo.errors import UserError, printable_line
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.rewards.worker_pool import CallError

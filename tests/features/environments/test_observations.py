@@ -14,11 +14,11 @@ from dschat_ppo.data.encode import encode_after, encode_example, encode_prompt
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.templates import answer_ends, render
 from dschat_ppo.data.tokenise import row_text
-from dschat_ppo.episodes.environments import Turn
-from dschat_ppo.episodes.observations import ObservationTokens
-from dschat_ppo.episodes.rollouts import EpisodeRollouts
-from dschat_ppo.episodes.tool_calls import MalformedCallError, parse_action
 from dschat_ppo.errors import UserError
+from dschat_ppo.features.environments.environments import Turn
+from dschat_ppo.features.environments.episode_rollouts import EpisodeRollouts
+from dschat_ppo.features.environments.observations import ObservationTokens
+from dschat_ppo.features.environments.tool_calls import MalformedCallError, parse_action
 
 ASK = {"role": "user", "content": "Where?"}
 SEEN = {"role": "user", "content": "No, that is wrong."}
@@ -433,3 +433,20 @@ def test_a_call_that_is_nested_too_deep_is_an_error_for_the_model():
         else:
             with pytest.raises(MalformedCallError, match="nested more than 100 levels deep"):
                 calls_of(text)
+
+
+def test_observations_are_rendered_with_the_variables_of_the_row():
+    template = (
+        "{% if style %}<|im_start|>system\n{{ style }}<|im_end|>\n{% endif %}"
+        + EACH
+        + "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        + EVERY
+        + opened_by("<|im_start|>assistant\n{{ '' if thinks else '<think></think>' }}")
+    )
+    tokenizer = special_tokenizer(template, "</s>", ("<|im_start|>", "<|im_end|>"))
+    quiet, loud = {"thinks": False, "style": "Be quiet."}, {"thinks": True, "style": None}
+    read, seen = ObservationTokens(tokenizer, [], 100), Turn([{"role": "user", "content": "No."}])
+    assert tokenizer.decode(read(seen, variables=loud)).endswith("assistant\n")
+    assert tokenizer.decode(read(seen, variables=quiet)).endswith("<think></think>")
+    asked = [{"role": "user", "content": "Where?"}]
+    assert tokenizer.decode(read.opening(asked, "Look.", (), quiet)).startswith("<|im_start|>sys")

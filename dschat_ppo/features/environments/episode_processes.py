@@ -30,9 +30,9 @@ from dschat_ppo.common import ranks
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.own_functions import cause_of
 from dschat_ppo.common.processes import signal_when_parent_ends
-from dschat_ppo.episodes.environment_forms import environment_form
-from dschat_ppo.episodes.environments import EnvironmentForm, Turn
 from dschat_ppo.errors import attempt
+from dschat_ppo.features.environments.environment_forms import environment_form
+from dschat_ppo.features.environments.environments import EnvironmentForm, Turn
 from dschat_ppo.rewards.worker_pool import (
     START_SECONDS,
     CallError,
@@ -44,7 +44,8 @@ MOST_BYTES = 2**24  # of a reply
 ENDED = "its process ended"
 _START_CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from dschat_ppo.episodes.episode_processes import main; main(int(sys.argv[2]), sys.argv[3])"
+    "from dschat_ppo.features.environments.episode_processes import main; "
+    "main(int(sys.argv[2]), sys.argv[3])"
 )
 
 

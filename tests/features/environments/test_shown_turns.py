@@ -12,15 +12,15 @@ from datasets import Dataset
 from tiny_experience import record
 
 from dschat_ppo.data.encode import encode_after
-from dschat_ppo.episodes.environments import Turn
-from dschat_ppo.episodes.observations import ObservationTokens, observed_text
-from dschat_ppo.episodes.rollouts import EpisodeRollouts
-from dschat_ppo.episodes.shown_turns import turns_of
-from dschat_ppo.episodes.tool_calls import said_and_called
-from dschat_ppo.episodes.turns import EpisodeRecord, EpisodeTurns
 from dschat_ppo.errors import UserError
+from dschat_ppo.features.environments.environments import Turn
+from dschat_ppo.features.environments.episode_rollouts import EpisodeRollouts
 from dschat_ppo.features.environments.episode_texts import episode_texts
+from dschat_ppo.features.environments.observations import ObservationTokens, observed_text
 from dschat_ppo.features.environments.rollouts import part_of
+from dschat_ppo.features.environments.shown_sections import sections_of
+from dschat_ppo.features.environments.tool_calls import said_and_called
+from dschat_ppo.features.environments.turns import EpisodeRecord, EpisodeTurns
 from dschat_ppo.ppo.evaluation import evaluated_prompts, json_line
 from dschat_ppo.ppo.response_texts import heading
 from dschat_ppo.ppo.samples import printed_responses, sample_lines
@@ -70,7 +70,7 @@ def test_turns_are_the_runs_of_the_mask():
         (f"{CALL}", True, 2.0),
     ]
     rows = rows_of(tokenizer, short, long)
-    found = turns_of(tokenizer, rows)
+    found = sections_of(tokenizer, rows)
     assert found == [
         [],
         [
@@ -83,7 +83,7 @@ def test_turns_are_the_runs_of_the_mask():
         ],
     ]
     assert [heading(part) for part in found[1][:2]] == ["model, reward 0.500", "environment"]
-    assert all("reward" not in part for part in turns_of(tokenizer, replace(rows, extra={}))[1])
+    assert all("reward" not in part for part in sections_of(tokenizer, replace(rows, extra={}))[1])
 
 
 def test_samples_printed_answers_and_held_out_answers_have_turns():

@@ -27,9 +27,9 @@ from dschat_ppo.common.atomic_files import (
     sync_entries,
     sync_file,
 )
-from dschat_ppo.episodes.environments import Turn
-from dschat_ppo.episodes.episode_processes import ENDED, Episodes
 from dschat_ppo.errors import reading
+from dschat_ppo.features.environments.environments import Turn
+from dschat_ppo.features.environments.episode_processes import ENDED, Episodes
 from dschat_ppo.rewards.worker_pool import CallError
 
 SYNC_SECONDS = 0.05  # a power loss takes at most the answers of so long

@@ -13,12 +13,12 @@ from dschat_ppo.data.encode import decoded
 from dschat_ppo.data.examples import Message
 from dschat_ppo.data.reply_tokens import ends_in_thought, reply_message
 from dschat_ppo.data.templates import without_final
-from dschat_ppo.episodes.environments import Turn
-from dschat_ppo.episodes.episode_processes import Episodes
-from dschat_ppo.episodes.journal import JournalledEpisodes
-from dschat_ppo.episodes.observations import ObservationTokens
-from dschat_ppo.episodes.tool_calls import MalformedCallError, parse_action
 from dschat_ppo.errors import UserError
+from dschat_ppo.features.environments.environments import Turn
+from dschat_ppo.features.environments.episode_processes import Episodes
+from dschat_ppo.features.environments.journal import JournalledEpisodes
+from dschat_ppo.features.environments.observations import ObservationTokens
+from dschat_ppo.features.environments.tool_calls import MalformedCallError, parse_action
 from dschat_ppo.rewards.call_forms import LARGEST
 from dschat_ppo.rewards.worker_pool import CallError
 

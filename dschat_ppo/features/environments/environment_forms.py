@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dschat_ppo.common.own_functions import load_callable
-from dschat_ppo.episodes.environments import (
+from dschat_ppo.features.environments.environments import (
     EnvironmentForm,
     Message,
     Row,
@@ -29,7 +29,7 @@ from dschat_ppo.episodes.environments import (
     message_content,
     reward_number,
 )
-from dschat_ppo.episodes.tool_environments import (
+from dschat_ppo.features.environments.tool_environments import (
     ToolEnvironment,
     stand_ins,
     tool_methods,

@@ -1,4 +1,4 @@
-"""Flags of episodes: tools and environments of step 3."""
+"""Flags of episodes: tools and environments of step 3, and of the tools that let models act."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dschat_ppo.config.schema import finite, flag, positive, require_used
+from dschat_ppo.config.step_config import HasFeatures
 from dschat_ppo.errors import UserError
 
 
@@ -115,10 +116,36 @@ class EnvironmentFlags:
 
     @property
     def names(self) -> dict[str, Any]:
-        """The arguments of `episodes.environment_forms.environment_form`."""
+        """The arguments of `environment_forms.environment_form`."""
         return {
             "environment": self.environment,
             "tools": self.tools,
             "tool_config": self.tool_config,
             "agent": self.agent_func_path,
         }
+
+
+FLAGS = {"ppo": EnvironmentFlags, "evaluate": EnvironmentFlags, "chat": EnvironmentFlags}
+REWARDING = ("--environment", "--tool_config", "--agent_func_path")
+WITHOUT_EFFECT = {
+    "evaluate": {"turn_reward": "has no effect here, where nothing trains; omit it"},
+    "chat": dict.fromkeys(
+        ("environment_workers", "environment_reward_weight", "turn_reward"),
+        "has no effect here, where one episode runs at a time and nothing trains; omit it",
+    ),
+}
+
+
+def gives_rewards(flags: HasFeatures) -> bool:
+    """Whether there is an environment that scores episodes."""
+    return flags.of(EnvironmentFlags).gives_reward
+
+
+def observes(flags: HasFeatures) -> bool:
+    """Whether answers are episodes, which go on after observations."""
+    return flags.of(EnvironmentFlags).is_used
+
+
+def files(flags: HasFeatures) -> list[tuple[str, str]]:
+    """(flag with its value, file) of the user's files that a run reads."""
+    return flags.of(EnvironmentFlags).files

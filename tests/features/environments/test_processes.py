@@ -14,9 +14,9 @@ import pytest
 from launch import ROOT, wait_until
 
 from dschat_ppo.checkpoint.store import CheckpointFolder
-from dschat_ppo.episodes.environments import Turn
-from dschat_ppo.episodes.episode_processes import Episodes
-from dschat_ppo.episodes.journal import Journal, JournalledEpisodes, RolloutKey
+from dschat_ppo.features.environments.environments import Turn
+from dschat_ppo.features.environments.episode_processes import Episodes
+from dschat_ppo.features.environments.journal import Journal, JournalledEpisodes, RolloutKey
 from dschat_ppo.rewards.worker_pool import CallError
 
 FILE = '''
@@ -73,7 +73,7 @@ class Starter:
 TRAINER = """
 import sys, time
 sys.path[:0] = {}
-from dschat_ppo.episodes.episode_processes import Episodes
+from dschat_ppo.features.environments.episode_processes import Episodes
 episodes = Episodes({{"environment": "starts:Starter"}}, 30.0, 4)
 def told():
     while not (found := episodes.poll(1.0)):

@@ -1,1 +1,0 @@
-"""Episodes: answers in several turns, with tools and environments."""

@@ -1,0 +1,49 @@
+"""Flags that do not fit episodes of several turns."""
+
+from __future__ import annotations
+
+import argparse
+
+from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.config.step_config import HasFeatures, StepConfig
+from dschat_ppo.errors import UserError
+from dschat_ppo.features.environments.flags import EnvironmentFlags
+
+OF_ONE_ANSWER = "--process_reward scores the steps of one answer, not of episodes; omit it"
+
+
+def refuse(config: StepConfig) -> None:
+    """Refuse flags of single responses beside those of episodes."""
+    if not isinstance(config, PPOConfig):
+        return
+    flags = config.of(EnvironmentFlags)
+    if not flags.is_used:
+        return
+    if config.value("process_reward") is not None:
+        raise UserError(OF_ONE_ANSWER)
+    if config.ppo.min_answer_seq_len > 0:
+        raise UserError("--min_answer_seq_len is not for episodes: an action may be short; omit it")
+    estimator = config.algorithm.advantage_estimator
+    if flags.turn_reward == "to_go" and estimator in ("remax", "gdpo"):
+        raise UserError(
+            f"--advantage_estimator {estimator} compares scores of whole episodes; use"
+            " --turn_reward sum"
+        )
+    ranks_of_group = config.value("inference_tp_size") or 1
+    if ranks_of_group > 1:
+        raise UserError(
+            f"--inference_tp_size {ranks_of_group}: the ranks of a group would each run the"
+            " episodes of all; set it to 1"
+        )
+
+
+def refuse_evaluation(args: argparse.Namespace, flags: HasFeatures) -> None:
+    """Refuse flags of `tools.evaluate` for single responses beside those of episodes."""
+    if not flags.of(EnvironmentFlags).is_used:
+        return
+    if args.write_best or args.write_pairs:
+        raise UserError(
+            "--write_best and --write_pairs are for single answers, not for episodes; omit them"
+        )
+    if getattr(args, "process_reward", None) is not None:
+        raise UserError(OF_ONE_ANSWER)
