@@ -53,8 +53,10 @@ def results(assets, tmp_path_factory) -> dict[str, dict]:
     environment["OMP_NUM_THREADS"] = "1"
     ended = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    lines = map(json.loads, ended.stdout.splitlines())
-    return {Path(line["tree"]).name: line for line in lines}
+    # libraries print lines of their own
+    printed = [line for line in ended.stdout.splitlines() if line.startswith('{"tree"')]
+    tree_results = map(json.loads, printed)
+    return {Path(result["tree"]).name: result for result in tree_results}
 
 
 def test_a_feature_that_cannot_be_deleted_yet_is_a_feature():
