@@ -1,5 +1,4 @@
-"""Sums, means and moments over the tokens of a mask, token losses as one scalar, and scores of
-steps as one.
+"""Sums, means and moments over the tokens of a mask, and token losses as one scalar.
 
 Each mode of `aggregate` divides a sum over this micro-batch by a count over all micro-batches of
 all ranks. So a row has the same weight in every micro-batch, and the losses of the micro-batches
@@ -12,11 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 LossAggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "constant"]
-StepAggregation = Literal["min", "mean", "last", "product"]
 
 
 def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
@@ -81,24 +78,3 @@ def aggregate(
         "constant": denominators.constant,
     }
     return masked_sum(losses, mask) / counts[mode]
-
-
-def aggregate_steps(scores: Tensor, step_mask: Tensor, how: StepAggregation) -> Tensor:
-    """One score in [0, 1] for each response, (B,) fp32, from the probabilities `sigmoid(s)` of its
-    steps.
-
-    "min" and "product" are the two of Lightman et al. 2023 (appendix F) and Wang et al. 2024.
-    `scores` (B, T), s; `step_mask` (B, T) bool, True at the ends of steps, at least one in each
-    row.
-    """
-    steps = zero_outside(scores.float(), step_mask)
-    if how == "product":
-        return zero_outside(F.logsigmoid(steps), step_mask).sum(dim=1).exp()
-    probabilities = torch.sigmoid(steps)
-    if how == "mean":
-        return zero_outside(probabilities, step_mask).sum(dim=1) / step_mask.sum(dim=1)
-    if how == "min":
-        return probabilities.masked_fill(~step_mask, 1.0).amin(dim=1)
-    columns = torch.arange(scores.shape[1], device=scores.device)
-    last = torch.where(step_mask, columns, -1).amax(dim=1, keepdim=True)  # (B, 1)
-    return probabilities.gather(1, last).squeeze(1)

@@ -1,6 +1,6 @@
 """Losses of step 2. On preference pairs: reward model (Bradley-Terry), direct preference
 optimisation, and without a reference ORPO, SimPO and CPO. On labelled answers: Kahneman-Tversky
-optimisation (KTO). On labelled steps: process reward models.
+optimisation (KTO).
 
 `pair_mask` (B,) bool is False on filler pairs. `num_pairs` are the real pairs of the whole
 optimizer step, over all micro-batches and ranks. Losses divided by it are scalars with gradient.
@@ -215,10 +215,3 @@ def balanced_weights(
     ratio = desirable_weight * desirable / (undesirable_weight * undesirable)
     balanced_weight = undesirable_weight * undesirable / desirable
     return ratio, balanced_weight
-
-
-def step_losses(scores: Tensor, labels: Tensor) -> Tensor:
-    """`-y log sigmoid(s) - (1 - y) log sigmoid(-s)` of each step: binary cross-entropy (Wang et al.
-    2024, eq. 2). `scores` (N,), s; `labels` (N,) in [0, 1], y: a number between them is the
-    probability that the step is right."""
-    return F.binary_cross_entropy_with_logits(scores, labels, reduction="none")

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from dschat_ppo.config.schema import check_values, flag, positive, require
 from dschat_ppo.errors import UserError
 
-DATA_FORMATS = Literal[
+DATA_FORMATS = Literal[  # features add some: `choices.CHOICES`
     "auto",
     "prompt_response",
     "messages",
@@ -29,9 +29,6 @@ DATA_FORMATS = Literal[
     "question_answer",
     "verl",
     "text",
-    "stepwise",
-    "prm800k",
-    "math_shepherd",
     "better_of_two",
     "user_assistant",
     # the data sets of DeepSpeed-Chat
@@ -52,9 +49,9 @@ DATA_FORMATS = Literal[
     "lmqg/qag_jaquad",
     "local/jsonfile",
 ]
-# What a step reads: an answer, [chosen, rejected], a labelled answer (KTO), an answer with labelled
-# steps, no answer
-Use = Literal["sft", "preference", "unpaired", "steps", "prompt"]
+# What a step reads: "sft" an answer, "preference" [chosen, rejected], "unpaired" a labelled answer
+# (KTO), "prompt" no answer, or what a feature adds (`data/uses.py`)
+Use = str
 COLUMN_FLAGS = (
     "prompt_column",
     "response_column",
@@ -343,7 +340,7 @@ class StepData:
     # JSON schemas that the chat template renders with those of a row
     tools: Sequence[dict[str, Any]] = ()
     all_turns: bool = False  # whether every answer of a conversation trains
-    step_separator: str = "\n"  # text between the steps of an answer, for the use "steps"
+    use_settings: Any = None  # of a use that a feature adds; token rows depend on them
     # of what a teacher reads in place of the prompt, for the use "prompt"
     teacher_column: str | None = None
     # keep the answer of the row with the prompt, for the use "prompt"; see `form_use`

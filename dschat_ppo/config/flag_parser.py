@@ -20,6 +20,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 from dschat_ppo.config.schema import RANGES, default_of, is_own_function, types_of
 from dschat_ppo.errors import UserError, printable_line
+from dschat_ppo.features import hooks
 
 # Values that other trainers take -> what to use.
 THEIR_VALUES = {
@@ -336,8 +337,9 @@ def flag_parser(groups: Iterable[Any], **settings: Any) -> FlagParser:
     `--no_some_name`. A list takes any number of values; with `commas` in its metadata, a list or a
     text takes them between commas or spaces. A field without a default has no attribute in the
     result if its flag is not given. Types may be `T`, `T | None` or `list[T]`, with T a Literal,
-    bool, int, float or str; or a Literal `| str`, which takes `FILE.py:FUNCTION` too. `settings`
-    are those of `argparse.ArgumentParser`.
+    bool, int, float or str; or a Literal `| str`, which takes `FILE.py:FUNCTION` too. Features add
+    values to a Literal as `choices.CHOICES`: flag -> value -> what it does, for the help, or "".
+    `settings` are those of `argparse.ArgumentParser`.
     """
     parser = FlagParser(allow_abbrev=False, formatter_class=HelpFormatter, **settings)
     add_groups(parser, groups)
@@ -362,8 +364,14 @@ def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any) -> None:
     if default is dataclasses.MISSING:
         default = argparse.SUPPRESS
     names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
-    settings = values_of(kind)
+    further: dict[str, str] = {}
+    for choices in hooks("choices.CHOICES"):
+        further |= choices.get(field.name, {})
+    settings = values_of(kind, further)
     text = str(field.metadata["help"])
+    for choice, meaning in further.items():
+        if meaning:
+            text += f". '{choice}' {meaning}"
     range_name = field.metadata.get("range")
     if range_name:
         settings["type"] = partial(_in_range, settings["type"], range_name, text)
@@ -395,12 +403,13 @@ def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any) -> None:
         )
 
 
-def values_of(kind: Any) -> dict[str, Any]:
-    """What argparse needs to read values of a type: settings of `add_argument`."""
+def values_of(kind: Any, further: Iterable[str] = ()) -> dict[str, Any]:
+    """What argparse needs to read values of a type: settings of `add_argument`. `further`: choices
+    beside those of the type."""
     if get_origin(kind) in (Union, UnionType):
         kinds = [member for member in get_args(kind) if member is not NoneType]
         if len(kinds) == 2 and kinds[1] is str:
-            choices = OrOwnFunction(get_args(kinds[0]))
+            choices = OrOwnFunction((*get_args(kinds[0]), *further))
             return {
                 "choices": choices,
                 "type": partial(_choice_of, choices),
@@ -411,11 +420,12 @@ def values_of(kind: Any) -> dict[str, Any]:
         [item] = get_args(kind)
         return {**values_of(item), "nargs": "*"}  # a list may be empty, as in DeepSpeed-Chat
     if get_origin(kind) is Literal:
-        listed = "{" + ",".join(map(str, get_args(kind))) + "}"
+        values = (*get_args(kind), *further)
+        listed = "{" + ",".join(map(str, values)) + "}"
         metavar = listed if len(listed) <= _SHORT_CHOICES else LONG_CHOICES
         return {
-            "choices": get_args(kind),
-            "type": partial(_choice_of, get_args(kind)),
+            "choices": values,
+            "type": partial(_choice_of, values),
             "metavar": metavar,
         }
     if kind is bool:

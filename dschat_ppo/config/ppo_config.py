@@ -134,15 +134,9 @@ class PPOConfig(StepConfig):
                 " --reward_model_name_or_path (or set --use_reward_model False and give"
                 f" --reward_function or --remote_reward_url{teacher_alone})"
             )
-        normalizes_by_model = self.algorithm.normalize_rewards == "model"
-        if normalizes_by_model and not has_model:
+        if self.algorithm.normalize_rewards == "model" and not has_model:
             raise UserError(
                 "--normalize_rewards model needs a learned reward, but --use_reward_model is False"
-            )
-        if normalizes_by_model and self.rewards.process_reward is not None:
-            raise UserError(
-                "--normalize_rewards model uses the mean of scores at last tokens, not of"
-                " --process_reward scores; use --normalize_rewards running"
             )
         if not self.has_rewards and self.algorithm.advantage_estimator != "none":
             sources = ["--reward_function", "--remote_reward_url"]

@@ -386,12 +386,6 @@ class RewardSourceFlags:
     reward_model_sources: list[str] = flag(
         [], "data sources whose rows the learned reward scores; not given: all rows", commas=True
     )
-    process_reward: Literal["min", "mean", "last", "product"] | None = flag(
-        None,
-        "with a process reward model (step 2, --objective process): score an answer by the"
-        " smallest, the mean, the last or the product of the probabilities that its steps are"
-        " right. Not given: the raw score at the last token",
-    )
     reward_function: list[str] = flag(
         [],
         "reward functions: path.py:name, module.path:name or the name of a built-in rule, each with"
@@ -437,7 +431,7 @@ class RewardSourceFlags:
         check_values(self)
         require_used(
             self,
-            "reward_model_name_or_path process_reward reward_model_sources",
+            "reward_model_name_or_path reward_model_sources",
             when=self.use_reward_model,
             purpose="--use_reward_model",
         )

@@ -173,9 +173,8 @@ class PreferenceConfig(FitConfig):
 
     @property
     def step_data(self) -> StepData:
-        return replace(
-            super().step_data, use=self.reward.data_use, step_separator=self.reward.separator
-        )
+        kind = self.reward.kind
+        return replace(super().step_data, use=kind.use, use_settings=kind.use_settings(self))
 
 
 class DPOConfig(PreferenceConfig):

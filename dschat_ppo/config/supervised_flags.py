@@ -5,10 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
-from dschat_ppo.config.data_flags import Use
+from dschat_ppo.config.objective_kinds import (
+    PAIRS_WITH_REFERENCE,
+    REFERENCE_FREE,
+    ObjectiveKind,
+    objective_kinds,
+)
 from dschat_ppo.config.schema import (
     EPOCHS_HELP,
     LORA_RATE,
@@ -17,7 +21,6 @@ from dschat_ppo.config.schema import (
     SCHEDULERS,
     VALIDATE_ONLY,
     ZERO_STAGES,
-    check_not_empty,
     check_values,
     flag,
     fraction,
@@ -29,7 +32,7 @@ from dschat_ppo.config.schema import (
 )
 from dschat_ppo.errors import UserError
 
-OBJECTIVES = Literal[
+OBJECTIVES = Literal[  # features add some: `choices.CHOICES`
     "reward",
     "dpo",
     "cdpo",
@@ -41,12 +44,7 @@ OBJECTIVES = Literal[
     "orpo",
     "simpo",
     "cpo",
-    "process",
 ]
-# train a scalar head; the other objectives train the policy itself
-CLASSIFIERS = "reward", "process"
-REFERENCE_FREE = ("orpo", "simpo", "cpo")  # losses of the policy without a reference
-PAIRS_WITH_REFERENCE = ("dpo", "cdpo", "ipo", "robust_dpo", "hinge", "dpo_nll")
 DIRECT = (*PAIRS_WITH_REFERENCE, "kto", *REFERENCE_FREE)
 # Flags that only some objectives use; with the others they must keep their defaults.
 ONLY_FOR = {
@@ -58,12 +56,10 @@ ONLY_FOR = {
     "simpo_gamma": ("simpo",),
     "kto_desirable_weight": ("kto",),
     "kto_undesirable_weight": ("kto",),
-    "step_separator": ("process",),
 }
 DEFAULT_BETA = 0.1
 BETAS = {"simpo": 2.0}
 NLL_COEFS = {"dpo_nll": 0.2, "cpo": 1.0, "simpo": 0.0}  # by objective
-_USES: dict[str, Use] = {"kto": "unpaired", "process": "steps"}
 EVAL = "eval_"
 _LOWER = ("loss", "perplexity", "nll", "divergence")
 _HIGHER = ("accuracy", "margin")
@@ -239,12 +235,12 @@ class SFTFlags:
 
 @dataclass(frozen=True)
 class PreferenceFlags:
-    """Preferences and rewards of steps."""
+    """Preferences."""
 
     objective: OBJECTIVES = flag(
         "reward",
-        "'reward' trains a reward model on pairs (Bradley-Terry), 'process' one on labelled steps."
-        " The others train the policy itself. On pairs, with the initial model as reference: 'dpo';"
+        "'reward' trains a reward model on pairs (Bradley-Terry). The others train the policy"
+        " itself. On pairs, with the initial model as reference: 'dpo';"
         " 'cdpo' and 'robust_dpo' for noisy labels (--label_smoothing); 'ipo' (squared loss,"
         " log-probs averaged over tokens); 'hinge'; 'dpo_nll' with an NLL term (--nll_coef). On"
         " single answers with a label: 'kto'. On pairs without a reference: 'orpo', 'simpo', 'cpo'."
@@ -276,13 +272,6 @@ class PreferenceFlags:
     kto_desirable_weight: float = positive(1.0, "kto: weight of the losses of desirable answers")
     kto_undesirable_weight: float = positive(
         1.0, "kto: weight of the losses of undesirable answers"
-    )
-    step_separator: str = flag(
-        "\\n",
-        "process: text between two steps of an answer (\\n stands for a line break, \\t for a tab);"
-        " the score of a step is read at the token that completes it, that of the last step at the"
-        " answer's final token",
-        check=partial(check_not_empty, "step_separator"),
     )
     offload_reference_model: bool = flag(
         False,
@@ -321,40 +310,23 @@ class PreferenceFlags:
         return self.nll_coef
 
     @property
-    def separator(self) -> str:
-        """`--step_separator` with its line breaks and tabs."""
-        return self.step_separator.replace("\\n", "\n").replace("\\t", "\t")
+    def kind(self) -> ObjectiveKind:
+        """What else is known of the objective."""
+        return objective_kinds()[self.objective]
 
     @property
     def trains_classifier(self) -> bool:
         """Whether the trained model has a scalar head; else it is the policy itself."""
-        return self.objective in CLASSIFIERS
+        return self.kind.trains_classifier
 
     @property
     def eval_metrics(self) -> tuple[str, ...]:
         """Names of the metrics of an evaluation."""
-        if self.objective == "reward":
-            of_scores = ("loss", "accuracy", "margin", "chosen_score", "rejected_score")
-            if self.center_rewards_coef:
-                return (*of_scores, "centering_loss")
-            return of_scores
-        if self.objective == "process":
-            return ("loss", "accuracy", "accuracy_good", "accuracy_bad", "good_share")
-        of_objective = {
-            "kto": ("kl",),
-            "dpo_nll": ("nll",),
-            **dict.fromkeys(("orpo", "simpo", "cpo"), ("contrast", "nll")),
-        }
-        sides = ("chosen_reward", "rejected_reward", "chosen_logprob", "rejected_logprob")
-        return ("loss", "accuracy", "margin", *sides, *of_objective.get(self.objective, ()))
+        if self.center_rewards_coef:
+            return (*self.kind.eval_metrics, "centering_loss")
+        return self.kind.eval_metrics
 
     @property
     def has_reference(self) -> bool:
         """Whether the loss compares the policy with the model before training."""
         return self.objective in PAIRS_WITH_REFERENCE or self.objective == "kto"
-
-    @property
-    def data_use(self) -> Use:
-        """What the step reads from the data: pairs, single labelled answers, or answers with
-        labelled steps."""
-        return _USES.get(self.objective, "preference")

@@ -18,6 +18,7 @@ from dschat_ppo.data.judged_readers import TEXTS
 from dschat_ppo.data.messages import (
     looks_like_messages,
 )
+from dschat_ppo.data.uses import further_uses
 from dschat_ppo.data.verdicts import (
     CLEAR_VERDICTS,
     NUMBERS,
@@ -31,10 +32,6 @@ from dschat_ppo.data.verdicts import (
 _NAME_THEM = (
     "name them with --prompt_column, --response_column, --chosen_column, --rejected_column,"
     " --messages_column, --label_column"
-)
-_OF_STEPS = (
-    "name them with --prompt_column, --response_column (a list of steps) and --label_column (a list"
-    " of labels, or the number of the first wrong step, -1 if all are right)"
 )
 FOR_STEP_3 = (
     "rows of prompts alone are for step 3 (--response_column names the column of a response if"
@@ -82,7 +79,8 @@ class Advice:
     verdict: str = ""  # the column that seems to say it
     labels: tuple[Choice, ...] = ()  # the label of single answers
     singles: tuple[Choice, ...] = ()  # a prompt and its answer
-    has_steps: bool = False
+    # of a use that a feature adds, of which the name of a column tells
+    further_way: str = ""
 
     def choices_for(self, use: Use | None) -> tuple[Choice, ...]:
         """Flags for a use (None: for any), unless a data set of DeepSpeed-Chat says more."""
@@ -96,8 +94,8 @@ class Advice:
 
     def for_use(self, use: Use) -> str:
         """What makes rows that serve a use, where no flags have been tried that do."""
-        if use == "steps":
-            return _OF_STEPS
+        if use in further_uses():
+            return further_uses()[use].way
         known = self._sets_for(use)
         if known:
             return as_known_set(known)
@@ -121,9 +119,7 @@ class Advice:
         """For columns that no form has."""
         if self.sets:
             return as_known_set(self.sets)
-        if self.has_steps:
-            return _OF_STEPS
-        return self._by_names
+        return self.further_way or self._by_names
 
     @property
     def _by_names(self) -> str:
@@ -178,7 +174,7 @@ def advice_for(columns: list[str], rows: list[Row]) -> Advice:
         verdict,
         labels=_of_labels(columns, rows),
         singles=_of_singles(columns, rows),
-        has_steps="steps" in columns,
+        further_way=next((use.way for use in further_uses().values() if use.column in columns), ""),
     )
 
 
@@ -254,10 +250,11 @@ def _hold_answers(rows: list[Row], first: str, second: str) -> bool:
 def _two_of_list(columns: list[str], rows: list[Row]) -> tuple[str, str] | None:
     """The first answer of a list of texts, or of objects with a text, and the second one, or all
     others if most lists have more. Messages of a conversation are no answers."""
+    of_further_uses = {use.column for use in further_uses().values()}
     for column in columns:
         lists = [json_value(row.get(column)) for row in rows]
         is_list = all(isinstance(one, list) for one in lists)
-        if column == "steps" or not is_list or any(map(looks_like_messages, lists)):
+        if column in of_further_uses or not is_list or any(map(looks_like_messages, lists)):
             continue
         entries = [entry for one in lists for entry in one]
         if entries and all(isinstance(entry, str) for entry in entries):

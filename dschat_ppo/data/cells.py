@@ -40,9 +40,9 @@ LABELS = dict.fromkeys(_GOOD.split(), 1.0) | dict.fromkeys(_BAD.split(), 0.0)  #
 
 
 class JudgedAnswer(NamedTuple):
-    """One answer of a row: text, one or several messages, or the texts of its steps. `worth`: of
-    two answers to a prompt the one of more is better; a label 1 (good) or 0 (bad), or the label of
-    each step. `name`: in messages and names of rows."""
+    """One answer of a row: text, one or several messages, or what a use of a feature reads.
+    `worth`: of two answers to a prompt the one of more is better; a label 1 (good) or 0 (bad), or
+    several labels. `name`: in messages and names of rows."""
 
     value: Any
     worth: Any = 1.0

@@ -16,8 +16,8 @@ from dschat_ppo.errors import UserError
 Message = dict[str, Any]
 Messages = list[Message]
 Row = dict[str, Any]
-# use -> index of its share of --data_split
-SHARE_OF_USE = {"sft": 0, "preference": 1, "unpaired": 1, "steps": 1, "prompt": 2}
+# use -> index of its share of --data_split; 1 of those that features add
+SHARE_OF_USE = {"sft": 0, "preference": 1, "unpaired": 1, "prompt": 2}
 # of `--data_split`, the held-out rows and the mixture: the same in all steps and runs
 SPLIT_SEED = 1234
 # What data preparation adds to the JSON of a row besides its columns: the chat messages of the
@@ -38,15 +38,15 @@ class Example:
     answer to chat messages may be one, or in step 2 several, after which two conversations part."""
 
     prompt: str | Messages
-    # [response] (SFT, unpaired), [chosen, rejected] (preference), the steps of one response
-    # (steps), [] (PPO prompt)
+    # [response] (SFT, unpaired), [chosen, rejected] (preference), [] (PPO prompt), or what a
+    # use of a feature reads
     answers: Sequence[str | Message | Messages] = field(default_factory=list)
     margin: float = 0.0  # by which the chosen answer is better
     truth: Any = None  # the correct answer, for reward functions
     tools: list[Any] | None = None  # descriptions for the chat template
     # of the row's name if a row gives several examples, such as ", answers 1 and 3"
     suffix: str = ""
-    # of each answer (unpaired) or step (steps): 1 is good, 0 bad; NaN without a label
+    # of each of `answers` if the use has labels: 1 is good, 0 bad; NaN without a label
     labels: tuple[float, ...] = ()
     # numbers of the prompt's messages of the assistant that are no targets of SFT
     context: tuple[int, ...] = ()

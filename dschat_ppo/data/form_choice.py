@@ -20,13 +20,15 @@ from dschat_ppo.data.form_columns import (
     side_columns,
     watched_columns,
 )
-from dschat_ppo.data.form_kinds import FORMS, KINDS, Kind, set_named
+from dschat_ppo.data.form_kind import Kind
+from dschat_ppo.data.form_kinds import FORMS, KINDS, set_named
 from dschat_ppo.data.form_readers import is_transcript
 from dschat_ppo.data.form_rendering import Candidate, rendering_of
 from dschat_ppo.data.form_sample import DataSample, exists, quoted_names, sample_of
 from dschat_ppo.data.forms import Form, RowReader, rows_made
 from dschat_ppo.data.readings import Trial
 from dschat_ppo.data.unread import UnreadError, WatchedColumns
+from dschat_ppo.data.uses import further_uses
 from dschat_ppo.data.verdicts import OWN_FUNCTION, Scale, UnclearVerdictError, scale_of
 from dschat_ppo.errors import UserError
 
@@ -80,7 +82,7 @@ def _tried_ways(trial: Trial, problem: UnreadError, use: Use | None) -> list[str
     """The ways out of a problem that have been tried: its choices if they are sure, or else flags
     that read the rows, or else its choices; if none of them reads the rows, its advice."""
     choices = problem.choices
-    if use == "steps":
+    if use in further_uses():  # they are for pairs and single answers
         choices = ()
     ways = list[str]()
     if problem.is_sure or use not in ("sft", "prompt"):

@@ -5,55 +5,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, cast
+from itertools import chain
+from typing import NamedTuple
 
 from dschat_ppo.config.data_flags import Use
 from dschat_ppo.data import form_readers as readers
-from dschat_ppo.data import judged_readers, step_readers, verdicts
+from dschat_ppo.data import judged_readers, verdicts
 from dschat_ppo.data.cells import Cells, PromptAndAnswers
 from dschat_ppo.data.examples import Row, field_at, number_of, text_at
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One form. Names are separated by spaces."""
-
-    name: str
-    roles: dict[str, str]  # role -> names of columns that have it; the first one that exists counts
-    # (uses, roles that must be there); "preference" serves "unpaired" too
-    needs: tuple[tuple[str, str], ...]
-    read: Callable[[Cells, Use], PromptAndAnswers]
-    # column flags may name columns of all its roles; `--data_format` allows it of any form
-    by_flag: bool = False
-    # "as given" (text prompts stay text, messages are chat), "chat", "text", or "chat if possible"
-    # (if there is a template)
-    rendering: str = "as given"
-    # the prompt is part of a longer text, so that `--input_template` does not apply
-    inside: bool = False
-    labelled: bool = False  # each answer is good or bad by itself, so that SFT takes all good ones
-    alone: bool = False  # it also holds prompts alone
-    is_known_set: bool = False  # a data set of DeepSpeed-Chat
-
-    def choices(self) -> list[tuple[Use, set[str]]]:
-        """Each use with a set of roles by which it is served."""
-        return [
-            (cast(Use, use), set(roles.split()))
-            for uses, roles in self.needs
-            for use in uses.split()
-        ]
-
-    def uses(self, columns: dict[str, str]) -> tuple[Use, ...]:
-        """The uses that these roles serve."""
-        uses = dict[Use, None]()
-        for use, roles in self.choices():
-            if roles <= set(columns):
-                uses[use] = None
-        if "preference" in uses:
-            uses["unpaired"] = None
-        return tuple(uses)
-
+from dschat_ppo.data.form_kind import Kind
+from dschat_ppo.features import hooks
 
 # Two answers with a verdict, or with a number each (`verdicts.py`)
 _OF_TWO = {
@@ -154,36 +116,8 @@ _DETECTED = (
         by_flag=True,
         alone=True,
     ),
-    Kind(
-        "stepwise",
-        {
-            "prompt": "prompt question problem",
-            "response": "completions steps",
-            "label": " ".join(
-                (
-                    "labels label",
-                    *(f"steps.0.{key}" for key in step_readers.LABELS_IN_STEPS),
-                    *(f"completions.0.{key}" for key in step_readers.LABELS_IN_STEPS),
-                )
-            ),
-        },
-        (("steps prompt", "prompt response label"),),
-        step_readers.read_stepwise,
-        by_flag=True,
-    ),
-    Kind(
-        "prm800k",
-        {"prompt": "question.problem", "response": "label.steps"},
-        (("steps prompt", "prompt response"),),
-        step_readers.read_prm800k,
-    ),
-    Kind(
-        "math_shepherd",
-        {"prompt": "input", "label": "label", "task": "task"},
-        (("steps prompt", "prompt label task"),),
-        step_readers.read_math_shepherd,
-        rendering="chat if possible",
-    ),
+    # of features, which have more than a prompt and an answer
+    *chain.from_iterable(hooks("form_kinds.KINDS")),
     Kind(
         "sharegpt",
         {"messages": "conversations conversation", "chosen": "chosen", "rejected": "rejected"},

@@ -8,6 +8,7 @@ from dschat_ppo.config.data_flags import DataFlags, Use
 from dschat_ppo.data.advice import Advice, as_known_set
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.forms import Rendering, RowReader
+from dschat_ppo.data.uses import further_uses
 from dschat_ppo.errors import UserError
 
 _SENTENCE_ENDS = ".!?…。！？｡．;；,，、)）]】\"'”’»」』*"
@@ -89,7 +90,9 @@ def _glued_text(chosen: Candidate) -> str:
     prompt and a word starts the answer, with nothing in between."""
     with_answers = 0
     glued = list[str]()
-    for examples in chosen.read.get("sft") or chosen.read.get("steps") or []:
+    uses = ("sft", *further_uses())
+    read = next((chosen.read[use] for use in uses if chosen.read.get(use)), [])
+    for examples in read:
         if not examples or not examples[0].answers:
             continue
         with_answers += 1

@@ -28,9 +28,10 @@ from dschat_ppo.data.examples import (
     margin_of,
     truth_of,
 )
-from dschat_ppo.data.form_kinds import Kind
+from dschat_ppo.data.form_kind import Kind
 from dschat_ppo.data.messages import CONTEXT, ROLES, read_tools, tools_beside, without_context
 from dschat_ppo.data.unread import UnreadError, WatchedColumns
+from dschat_ppo.data.uses import further_uses
 from dschat_ppo.data.verdicts import Scale
 from dschat_ppo.errors import UserError, printable_line
 
@@ -39,10 +40,6 @@ _NEEDED = {
     "sft": "a prompt and an answer",
     "preference": "a prompt and two answers",
     "unpaired": "answers with labels (prompt/completion/label), or pairs of answers",
-    "steps": (
-        "the steps of answers with a label for each (prompt/completions/labels, PRM800K,"
-        " Math-Shepherd)"
-    ),
     "prompt": "a prompt",
 }
 
@@ -99,11 +96,8 @@ class RowReader:
             )
         if use == "prompt":
             return [Example(prompt)]
-        if use == "steps":
-            return [
-                Example(prompt, answer.value, suffix=f", {answer.name}", labels=answer.worth)
-                for answer in answers
-            ]
+        if use in further_uses():
+            return further_uses()[use].examples(prompt, answers)
         if self.kind.labelled and use == "unpaired":
             return [_example_of_answers(prompt, [answer], (answer.worth,)) for answer in answers]
         if self.kind.labelled:
@@ -248,11 +242,16 @@ class Form:
             return
         choices = self.advice.choices_for(use)
         way = self.advice.for_use(use)
-        what = f"{self.about}; this step needs {_NEEDED[use]}"
+        further = further_uses().get(use)
+        if further is None:
+            needs = _NEEDED[use]
+        else:
+            needs = further.needs
+        what = f"{self.about}; this step needs {needs}"
         if self.reader.kind.labelled and use == "preference":
             way = "answers with labels are for --objective kto"
             choices = ()
-        elif self.uses == ("prompt",) and use != "steps" and not self.advice.sets:
+        elif self.uses == ("prompt",) and further is None and not self.advice.sets:
             what = f"{what}, and no response is there to train on"
             way = FOR_STEP_3
         raise UnreadError(what, way, is_sure=bool(self.advice.sets), choices=choices)

@@ -5,9 +5,9 @@ A token row holds `prompt_ids` (list of int), `answers` (list of lists of int, e
 final token unless truncated), `margin` (float), `source` (int, the number of its data set in
 `TokenRows.sources`) and `digest` (a hash of its content); in step 1 `prompt_spans` (half-open
 ranges of `prompt_ids` that are earlier answers of the assistant); in step 2 `untrained_spans`
-(half-open ranges of each answer that the user says); for KTO `label` (float); for process reward
-models `step_ends` (offsets in the answer) and `step_labels` (floats); in step 3 `row` (JSON of all
-columns of the data row and of `data_source`, `answer` and `ground_truth`, for reward functions).
+(half-open ranges of each answer that the user says); for KTO `label` (float); the columns of a use
+that a feature adds (`uses.py`); in step 3 `row` (JSON of all columns of the data row and of
+`data_source`, `answer` and `ground_truth`, for reward functions).
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def _settings_by_first_rows(
 def _share_of_data_split(source: DataSource, count: int, step: StepData) -> tuple[int, int]:
     """`share_of_step` by `--data_split`. `UserError` if the step gets no row."""
     data_split = step.flags.data_split
-    begin, end = share_of_step(count, parse_data_split(data_split), SHARE_OF_USE[step.use])
+    begin, end = share_of_step(count, parse_data_split(data_split), SHARE_OF_USE.get(step.use, 1))
     if begin == end:
         raise UserError(f"{source.spec}: --data_split {data_split} leaves no row for this step")
     return begin, end

@@ -3,7 +3,6 @@ have been tried."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,8 +26,8 @@ from dschat_ppo.data.messages import (
     looks_like_messages,
     turns_in,
 )
-from dschat_ppo.data.step_readers import STEP_TEXTS
 from dschat_ppo.data.unread import UnreadError
+from dschat_ppo.data.uses import further_uses
 from dschat_ppo.errors import UserError
 
 MOST_WAYS = 3
@@ -47,10 +46,6 @@ _DIALOGUES = ("data", "dialogue", "dialog", "chat", "turns", "conversation", "co
 _ROUNDS = 4  # of columns that are ignored, until the rest is read
 # Columns of prompts that forms know by themselves
 _OF_FORMS = {"prompt", "question", "query", "context", "instruction", "input", "messages"}
-_OF_STEPS = re.compile(
-    r"label|rating|error|wrong|mistake|correct|score|reward|judg|verdict|annot|feedback|valid"
-)
-_OF_A_STEP = re.compile(r"error|wrong|mistake|incorrect|label")  # the number of one step
 
 
 class Reading(NamedTuple):
@@ -94,8 +89,9 @@ class Trial:
         columns whose content would be lost without them, if that is what is wrong."""
         columns = [column for column in self.columns if column not in self.flags.ignore_columns]
         ways = list[str]()
-        if use == "steps":
-            changes = _with_steps(columns, self.rows)
+        if use in further_uses():
+            prompts = list(_named(columns, self.rows, _PROMPTS))
+            changes = further_uses()[use].changes(columns, self.rows, prompts)
         elif lost:
             changes = _with_lost(columns, self.rows, self.flags, use, lost)
         elif use in ("sft", "prompt"):
@@ -205,8 +201,8 @@ class Trial:
             roles += ["response", "chosen"]
         if use in ("preference", "unpaired"):
             roles += ["rejected", "first", "second"]
-        if use == "steps":
-            roles.append("label")
+        if use in further_uses():
+            roles += further_uses()[use].roles
         columns = tuple(form.columns[role] for role in roles if role in form.columns)
         if "apply_chat_template" in named:
             columns = (*columns, "")  # not the same as what is read without it
@@ -375,39 +371,3 @@ def _texts_in(column: str, rows: list[Row]) -> list[str]:
     if values and all(isinstance(value, dict) for value in values):
         return [f"{column}.{key}" for key, inner in values[0].items() if isinstance(inner, str)]
     return []
-
-
-def _with_steps(columns: list[str], rows: list[Row]) -> Iterator[dict[str, Any]]:
-    """Flags for the labels of steps, or the number of the first wrong one, and for the steps and
-    their prompt where forms do not know them by their names."""
-    labels = list[str]()
-    steps = list[str]()
-    prompts = list(_named(columns, rows, _PROMPTS))
-    for column in columns:
-        values = [json_value(row[column]) for row in rows if row.get(column) is not None]
-        is_list = bool(values) and all(isinstance(value, list) for value in values)
-        is_number = bool(values) and all(str(value).lstrip("-").isdecimal() for value in values)
-        name = column.lower()
-        if (is_list and _OF_STEPS.search(name)) or (is_number and _OF_A_STEP.search(name)):
-            labels.append(column)
-        elif is_list and all(isinstance(one, str) for value in values for one in value):
-            steps.append(column)
-        elif is_list and all(isinstance(one, dict) for value in values for one in value):
-            yield from _with_labels_in(column, values, prompts)
-    yield from ({"label_column": label} for label in labels)
-    for step, label in product(steps, labels):
-        yield {"response_column": step, "label_column": label}
-        for prompt in prompts:
-            yield {"prompt_column": prompt, "response_column": step, "label_column": label}
-
-
-def _with_labels_in(
-    column: str, values: list[list[dict[str, Any]]], prompts: list[str]
-) -> Iterator[dict[str, Any]]:
-    """Flags for steps that are objects, with each key that may hold their labels."""
-    keys = dict.fromkeys(key for value in values for step in value for key in step)
-    for key in keys:
-        flags = {"response_column": column, "label_column": f"{column}.0.{key}"}
-        if key not in STEP_TEXTS:
-            yield flags
-            yield from ({"prompt_column": prompt, **flags} for prompt in prompts)

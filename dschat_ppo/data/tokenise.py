@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.stop_requests import raise_if_stop_requested
 from dschat_ppo.config.data_flags import StepData
-from dschat_ppo.data.encode import EncodedExample, encode_example, joined_steps, labelled_ends
+from dschat_ppo.data.encode import EncodedExample, encode_example
 from dschat_ppo.data.examples import (
     ADDED,
     MESSAGES,
@@ -31,6 +31,7 @@ from dschat_ppo.data.forms import Form
 from dschat_ppo.data.rendered import check_variables
 from dschat_ppo.data.shards import Raw
 from dschat_ppo.data.templates import Span, added_tokens
+from dschat_ppo.data.uses import further_uses
 from dschat_ppo.errors import UserError
 
 DOING = "prepared the data"
@@ -78,8 +79,8 @@ def features_of(step: StepData) -> Features:
         columns["untrained_spans"] = List(List(_IDS))
     if step.use == "unpaired":
         columns["label"] = Value("float32")
-    if step.use == "steps":
-        columns |= {"step_ends": _IDS, "step_labels": List(Value("float32"))}
+    if step.use in further_uses():
+        columns |= further_uses()[step.use].columns
     if step.use == "prompt":
         columns["row"] = Value("string")
     if step.use == "prompt" and step.teacher_column:
@@ -123,8 +124,8 @@ class TokeniseSettings:
             self.source,
             flags,
         ]
-        if step.use == "steps":
-            identity.append(step.step_separator)
+        if step.use_settings is not None:
+            identity.append(step.use_settings)
         if step.use == "prompt":
             identity += [step.teacher_column, step.keeps_answers]
         if step.tools:
@@ -223,11 +224,12 @@ def _rows_of_example(
     row: dict[str, Any], example: Example, settings: TokeniseSettings
 ) -> list[dict[str, Any]]:
     """The token rows of one example of the raw row `row`: one, or the blocks of a long plain text.
-    `UserError` for an empty prompt or answer, and for steps that cannot be found."""
+    `UserError` for an empty prompt or answer, and for what the use does not find in it."""
     step = settings.step
     tokenizer = settings.tokenizer
-    if step.use == "steps":
-        example = joined_steps(example, step.step_separator)
+    further_use = further_uses().get(step.use)
+    if further_use is not None:
+        example = further_use.to_encode(example, step.use_settings)
     if step.tools:
         example = _with_tools(example, step.tools)
     if example.variables:
@@ -245,8 +247,8 @@ def _rows_of_example(
     token_rows = list[dict[str, Any]]()
     for fitted, outcome in fit(ids, example, tokenizer, step.limit, step.flags.truncation):
         columns = _columns_of_use(row, example, settings, ids, fitted)
-        if step.use == "steps" and not columns["step_ends"]:
-            outcome = Fitted.DROPPED  # the limit leaves no labelled step
+        if further_use is not None and not any(columns.values()):
+            outcome = Fitted.DROPPED  # the limit leaves nothing of what the use reads
         measured = fitted if outcome == Fitted.BLOCKS else ids
         longest = max((len(answer) for answer in measured.answers), default=0)
         content = [str(value) for value in (example.margin, *_hashed(columns), *row_answers)]
@@ -298,13 +300,9 @@ def _columns_of_use(
         return {"untrained_spans": untrained}
     if step.use == "unpaired":
         return {"untrained_spans": untrained, "label": example.labels[0]}
-    if step.use == "steps":
-        step_ends, step_labels = labelled_ends(
-            settings.tokenizer, ids.answers[0], example.labels, step.step_separator
-        )
-        # ends are in rising order
-        steps_left = sum(end < len(fitted.answers[0]) for end in step_ends)
-        return {"step_ends": step_ends[:steps_left], "step_labels": step_labels[:steps_left]}
+    if step.use in further_uses():
+        values = further_uses()[step.use].values
+        return values(settings.tokenizer, example, ids, fitted, step.use_settings)
     columns = dict[str, Any]()
     if step.use == "prompt":
         columns["row"] = row_text(row, example, settings)

@@ -15,6 +15,7 @@ from typing import Any
 FEATURES = (
     "distillation",
     "environments",
+    "process_rewards",
     "router",
 )
 

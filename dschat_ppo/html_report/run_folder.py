@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from dschat_ppo.common.paths import CONFIG, HEALTH, METRICS, MODELS, RESULT, SAMPLES, STARTS
+from dschat_ppo.config.objective_kinds import objective_kinds
 from dschat_ppo.errors import UserError, without_credentials
 
 NOT_PLOTTED = ("step", "time", "epoch")  # keys of a line that are not metrics
@@ -72,9 +73,15 @@ class Run:
                 return "PPO"
             return f"PPO ({estimator})"
         objective = str(self.config.get("objective", "SFT"))
-        return {"reward": "reward model", "process": "process reward model"}.get(
-            objective, objective.upper()
-        )
+        if trains_reward_model(objective):
+            return objective_kinds()[objective].title
+        return objective.upper()
+
+
+def trains_reward_model(objective: str) -> bool:
+    """Whether an objective of step 2 trains a reward model; False for one that is not known."""
+    kinds = objective_kinds()
+    return objective in kinds and kinds[objective].trains_classifier
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:

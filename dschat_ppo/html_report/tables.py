@@ -10,7 +10,7 @@ from typing import Any
 from dschat_ppo.common.progress import duration
 from dschat_ppo.config.cli import STEPS
 from dschat_ppo.config.step_config import defaults_of
-from dschat_ppo.html_report.run_folder import Points, Run
+from dschat_ppo.html_report.run_folder import Points, Run, trains_reward_model
 
 # The metrics of the overview, in its order: name -> its words in the table.
 HEADLINES = {
@@ -159,7 +159,7 @@ def defaults(config: dict[str, Any]) -> dict[str, Any]:
         step = "ppo"
     elif "objective" not in config:
         step = "sft"
-    elif config["objective"] in ("reward", "process"):
+    elif trains_reward_model(config["objective"]):
         step = "reward"
     else:
         step = "dpo"

@@ -46,7 +46,7 @@ from dschat_ppo.rewards.build_rewards import (
     check_sources,
 )
 from dschat_ppo.rewards.function_reward import FunctionReward, function_files, parse_function
-from dschat_ppo.rewards.learned_reward import saved_separator, saved_statistics
+from dschat_ppo.rewards.learned_reward import saved_statistics, token_scoring
 from dschat_ppo.run.run_models import check_language_model, check_same_tokens
 from dschat_ppo.run.session import Session, begin_run, end_dry_run, naming, open_session
 from dschat_ppo.run.start_and_end import log_samples, show_plan
@@ -153,9 +153,8 @@ def _check_reward_model(
     model_config = load_config(folder, flag)
     if config.algorithm.normalize_rewards == "model":
         saved_statistics(model_config, folder)
-    if config.rewards.process_reward is not None:
-        saved_separator(model_config, folder)
     separate_tokenizer = reward_tokenizer(config, folder, tokenizer)
+    token_scoring(config, model_config, folder, separate_tokenizer or tokenizer)
     check_vocabulary(
         separate_tokenizer or tokenizer,
         model_config,

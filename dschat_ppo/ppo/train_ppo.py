@@ -41,7 +41,7 @@ from dschat_ppo.ppo.samples import Samples
 from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.ppo.step_report import PPOReport
 from dschat_ppo.rewards.build_rewards import build_sources
-from dschat_ppo.rewards.learned_reward import SEPARATOR, STATISTICS, ModelReward, model_reward
+from dschat_ppo.rewards.learned_reward import ModelReward, model_reward, saved_entries
 from dschat_ppo.rewards.reward_source import RewardMixture
 from dschat_ppo.run.model_card import model_card
 from dschat_ppo.run.output_folder import KeptModels, remove_checkpoints
@@ -216,7 +216,7 @@ def save_models(
     if engines.critic is not None:
         # A critic that started from a reward model does not keep what describes that model's
         # scores; None removes an entry.
-        removed_entries = dict.fromkeys((*STATISTICS, SEPARATOR))
+        removed_entries = dict.fromkeys(saved_entries())
         save_model(
             engines.critic, tokenizer, output / "critic", removed_entries, form=forms["critic"]
         )
@@ -262,7 +262,7 @@ def learned_reward(
         folder,
         tokenizer,
         reward_model_tokenizer,
-        config.rewards.process_reward,
+        config,
         batch_tokens,
         standardise,
     )

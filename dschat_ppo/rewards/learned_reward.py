@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from dschat_ppo.algorithms.aggregation import StepAggregation, aggregate_steps
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import print_line
+from dschat_ppo.config.step_config import HasFeatures
 from dschat_ppo.data.batches import right_padded
-from dschat_ppo.data.encode import encode_example, step_ends
+from dschat_ppo.data.encode import encode_example
 from dschat_ppo.data.examples import MESSAGES, TOOLS, VARIABLES, Example
 from dschat_ppo.errors import UserError
+from dschat_ppo.features import hooks
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.micro_batches import common_beginnings, even_passes, share_prompts
 from dschat_ppo.models.tokenizers import filler_id
@@ -26,33 +27,27 @@ from dschat_ppo.rewards.reward_source import RewardRequest, raise_on_any_rank
 from dschat_ppo.types import Model, Rollout, full_sequences
 
 BATCH_TOKENS = 16384
-STATISTICS = ("reward_mean", "reward_std")  # keys of the model's config, written by step 2
-SEPARATOR = "step_separator"  # key of the config of a process reward model, written by step 2
+# keys of the model's config, written by step 2
+STATISTICS: tuple[str, ...] = ("reward_mean", "reward_std")
 
 
 @dataclass(frozen=True)
-class StepScoring:
-    """How scores of a response's steps, which `separator` divides, become one, by
-    `aggregate_steps`."""
+class TokenScoring:
+    """How the score of a response comes from the scores of some of its tokens, in place of that at
+    the last token. A feature offers one as `scoring.scoring_of`, with the arguments of
+    `token_scoring`; the entries of the model's config that it needs are its
+    `scoring.SAVED_ENTRIES`.
 
-    tokenizer: PreTrainedTokenizerBase
-    separator: str
-    how: StepAggregation
+    Attributes:
+        mask: (responses, input_ids, lengths) -> (B, T) bool, True at the tokens that count, at
+            least one of each row. `input_ids` (B, T), right-padded, end with the responses after
+            `lengths` (B,) tokens. `responses` are their ids; a row that lost its start may hold
+            only the end of its response.
+        reduce: (scores (B, T), mask) -> (B,) fp32.
+    """
 
-    def mask(self, responses: Sequence[list[int]], input_ids: Tensor, lengths: Tensor) -> Tensor:
-        """(B, T) bool, True at the token that ends each step; for an empty response at the last
-        token of its prompt.
-
-        `input_ids` (B, T), right-padded, end with the responses after `lengths` (B,) tokens.
-        `responses` are their ids; a row that lost its start may hold only the end of its response.
-        """
-        mask = torch.zeros(input_ids.shape, dtype=torch.bool)
-        for row, (response, length) in enumerate(zip(responses, lengths.tolist(), strict=True)):
-            start = length - len(response)  # below 0 if the row lost its start
-            ends = [start + end for end in step_ends(self.tokenizer, response, self.separator)]
-            ends_in_row = [end for end in ends if end >= 0]
-            mask[row, ends_in_row or [length - 1]] = True
-        return mask.to(input_ids.device)
+    mask: Callable[[Sequence[list[int]], Tensor, Tensor], Tensor]
+    reduce: Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(eq=False)
@@ -61,8 +56,7 @@ class ModelReward:
 
     engine: Model  # around a `ScalarModel`, or the model itself
     batch_tokens: int = BATCH_TOKENS  # most tokens of a forward pass when called as a reward source
-    # of a response's steps; None takes the score at the last token
-    steps: StepScoring | None = None
+    scoring: TokenScoring | None = None  # None takes the score at the last token
     # encodes texts again, for another vocabulary than the actor's
     reward_tokenizer: PreTrainedTokenizerBase | None = None
     max_length: int = sys.maxsize  # with `reward_tokenizer`, longer sequences lose their start
@@ -76,7 +70,7 @@ class ModelReward:
         responses = list[list[int]]()
         if self.reward_tokenizer is None:
             input_ids, lengths = full_sequences(rollout)
-            if self.steps is not None:
+            if self.scoring is not None:
                 rows = zip(rollout.response_ids, rollout.real_mask, strict=True)
                 responses = [ids[mask].tolist() for ids, mask in rows]
         else:
@@ -86,7 +80,7 @@ class ModelReward:
             input_ids = input_ids.to(device)
             lengths = lengths.to(device)
         scores = scores_in_batches(
-            self.engine, input_ids, lengths, self.batch_tokens, self.steps, responses
+            self.engine, input_ids, lengths, self.batch_tokens, self.scoring, responses
         )
         if self.moments is None:
             return scores
@@ -151,22 +145,36 @@ def model_reward(
     folder: str,
     tokenizer: PreTrainedTokenizerBase,
     reward_tokenizer: PreTrainedTokenizerBase | None,
-    how: StepAggregation | None,
+    flags: HasFeatures,
     batch_tokens: int,
     standardise: bool = False,
 ) -> ModelReward:
     """The reward model in `folder` as a reward source. `tokenizer` is the actor's;
-    `reward_tokenizer` the reward model's if its vocabulary differs. `how`: of a process reward
-    model. `standardise`: by the moments of its scores on the evaluation data of step 2."""
+    `reward_tokenizer` the reward model's if its vocabulary differs. `flags`: by which features may
+    change how a response is scored. `standardise`: by the moments of its scores on the evaluation
+    data of step 2."""
     config = load_config(folder, "--reward_model_name_or_path")
-    steps = None
-    if how is not None:
-        separator = saved_separator(config, folder)
-        steps = StepScoring(reward_tokenizer or tokenizer, separator, how)
+    scoring = token_scoring(flags, config, folder, reward_tokenizer or tokenizer)
     moments = None
     if standardise:
         moments = saved_statistics(config, folder)
-    return ModelReward(engine, batch_tokens, steps, reward_tokenizer, most_tokens(config), moments)
+    max_length = most_tokens(config)
+    return ModelReward(engine, batch_tokens, scoring, reward_tokenizer, max_length, moments)
+
+
+def token_scoring(
+    flags: HasFeatures,
+    model_config: PretrainedConfig,
+    folder: str,
+    tokenizer: PreTrainedTokenizerBase,
+) -> TokenScoring | None:
+    """How a feature scores responses by the reward model in `folder`, whose rows `tokenizer`
+    encodes; None if no flag of one asks for it. `UserError` if the model does not fit."""
+    for scoring_of in hooks("scoring.scoring_of"):
+        scoring: TokenScoring | None = scoring_of(flags, model_config, folder, tokenizer)
+        if scoring is not None:
+            return scoring
+    return None
 
 
 @torch.no_grad()
@@ -175,16 +183,16 @@ def scores_in_batches(
     input_ids: Tensor,
     lengths: Tensor,
     batch_tokens: int,
-    steps: StepScoring | None = None,
+    scoring: TokenScoring | None = None,
     responses: Sequence[list[int]] = (),
 ) -> Tensor:
-    """Scores at the last tokens, or those of `steps`, (B,) fp32, in passes over right-padded rows
+    """Scores at the last tokens, or those of `scoring`, (B,) fp32, in passes over right-padded rows
     of similar length. Collective: all ranks run equally many passes. `input_ids` (B, T), B above 0;
-    `batch_tokens` counts padding, and a longer sequence gets its own pass; `steps` needs the ids
+    `batch_tokens` counts padding, and a longer sequence gets its own pass; `scoring` needs the ids
     of the B responses."""
-    step_mask = None  # (B, T)
-    if steps is not None:
-        step_mask = steps.mask(responses, input_ids, lengths)
+    mask = None  # (B, T)
+    if scoring is not None:
+        mask = scoring.mask(responses, input_ids, lengths)
     if dist.sequence_ranks() > 1:  # these ranks score their rows together
         longest = int(dist.all_reduce(lengths.max(), "max"))
 
@@ -195,8 +203,8 @@ def scores_in_batches(
 
         input_ids = rows_of_all_ranks(input_ids)
         lengths = dist.gather_sequence_cat(lengths)
-        if step_mask is not None:
-            step_mask = rows_of_all_ranks(step_mask)
+        if mask is not None:
+            mask = rows_of_all_ranks(mask)
     scores = torch.empty(len(lengths), device=input_ids.device)
     prompts = None
     if share_prompts(engine):
@@ -204,12 +212,20 @@ def scores_in_batches(
     for rows in even_passes(lengths, batch_tokens, prompts)[0]:
         heartbeat()
         width = int(lengths[rows].max())
-        if steps is None or step_mask is None:
+        if scoring is None or mask is None:
             scores[rows] = engine(input_ids[rows, :width], lengths[rows], last_only=True).float()
         else:
             values = engine(input_ids[rows, :width], lengths[rows])  # (b, width)
-            scores[rows] = aggregate_steps(values, step_mask[rows, :width], steps.how)
+            scores[rows] = scoring.reduce(values, mask[rows, :width])
     return scores.chunk(dist.sequence_ranks())[dist.sequence_rank()]
+
+
+def saved_entries() -> tuple[str, ...]:
+    """Keys of the config of a reward model that describe its scores, which step 2 writes."""
+    entries = STATISTICS
+    for of_feature in hooks("scoring.SAVED_ENTRIES"):
+        entries += of_feature
+    return entries
 
 
 def most_tokens(config: PretrainedConfig) -> int:
@@ -226,15 +242,3 @@ def saved_statistics(config: PretrainedConfig, folder: str) -> tuple[float, floa
             " above 0; train the reward model with step 2, or use --normalize_rewards running"
         )
     return float(mean), float(std)
-
-
-def saved_separator(config: PretrainedConfig, folder: str) -> str:
-    """Text between the steps of answers that step 2 saved with the process reward model in
-    `folder`."""
-    separator = config.to_dict().get(SEPARATOR)
-    if not separator or not isinstance(separator, str):
-        raise UserError(
-            f"--process_reward: {folder}/config.json has no {SEPARATOR}; train the reward model"
-            " with step 2, --objective process, or omit the flag"
-        )
-    return separator

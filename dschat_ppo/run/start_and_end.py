@@ -24,6 +24,7 @@ from dschat_ppo.common.paths import MODELS, shown_path
 from dschat_ppo.common.progress import duration
 from dschat_ppo.data.encode import decoded
 from dschat_ppo.data.examples import ADDED
+from dschat_ppo.data.uses import further_uses
 from dschat_ppo.errors import counted
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
 from dschat_ppo.types import Engine
@@ -117,8 +118,10 @@ def log_samples(
         columns = {
             "margin": row.get("margin") or None,
             "label": row.get("label"),
-            "labels": row.get("step_labels"),
         }
+        for use in further_uses().values():
+            for name, column in use.shown.items():
+                columns[name] = row.get(column)
         for name, value in json.loads(row.get("row") or "{}").items():
             if name not in ADDED:
                 columns[name] = value

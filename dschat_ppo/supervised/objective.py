@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from datasets import Dataset
@@ -69,6 +69,13 @@ class Objective(Generic[Batch]):
         units = self.units(batch).sum()
         samples = real.sum() // self.rows_per_sample
         return torch.stack([units, samples, batch.lengths[real].sum()])
+
+
+class BuiltObjective(NamedTuple):
+    """How an objective of step 2 is made, and the type of its batches."""
+
+    build: Callable[..., Objective[Any]]  # (pad id, device, config)
+    batch: type
 
 
 def collator_on_device(

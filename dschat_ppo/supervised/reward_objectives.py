@@ -1,5 +1,4 @@
-"""Step 2, objectives of a reward model: `reward` on pairs of answers, `process` on labels of the
-steps of answers."""
+"""Step 2, the objective of a reward model on pairs of answers: `reward`."""
 
 from __future__ import annotations
 
@@ -14,14 +13,12 @@ from dschat_ppo.algorithms.supervised_losses import (
     bradley_terry_loss,
     bradley_terry_pair_loss,
     reward_centering_loss,
-    step_losses,
 )
 from dschat_ppo.config.supervised_config import PreferenceConfig
 from dschat_ppo.config.supervised_flags import PreferenceFlags
 from dschat_ppo.data.prepare import TokenRows
-from dschat_ppo.data.supervised_batches import PairBatch, StepBatch, collate_pairs, collate_steps
+from dschat_ppo.data.supervised_batches import PairBatch, collate_pairs
 from dschat_ppo.monitor.metric_sums import MetricSums, moments
-from dschat_ppo.rewards.learned_reward import SEPARATOR
 from dschat_ppo.supervised.objective import Objective, collator_on_device, score_rows
 from dschat_ppo.types import Model
 
@@ -93,48 +90,4 @@ def reward_objective(
         rows_per_sample=2,
         describe=describe,
         score=score,
-    )
-
-
-def process_loss(model: Model, batch: StepBatch, num_steps: Tensor, sums: MetricSums) -> Tensor:
-    """Sum of the binary cross-entropy over the labelled steps, divided by `num_steps` of the whole
-    optimizer step."""
-    scores = model(batch.input_ids, batch.lengths, read_mask=batch.label_mask)  # (N,)
-    labels = batch.labels[batch.label_mask]  # (N,)
-    losses = step_losses(scores, labels)
-    good = labels >= 0.5
-    right = ((scores > 0) == good).float()
-    sums.add_mean("loss", losses.detach())
-    sums.add_mean("accuracy", right)
-    sums.add_mean_if_any("accuracy_good", right, good)
-    sums.add_mean_if_any("accuracy_bad", right, ~good)
-    sums.add_mean("good_share", good.float())
-    if batch.data_sources is not None:
-        of_steps = batch.data_sources.repeat_interleave(batch.label_mask.sum(dim=1))  # (N,)
-        sums.add_by_source("loss", losses, of_steps)
-        sums.add_by_source("accuracy", right, of_steps)
-    return losses.sum() / num_steps
-
-
-def process_objective(
-    pad_id: int, device: torch.device, config: PreferenceConfig
-) -> Objective[StepBatch]:
-    """Mean loss over labelled steps; `describe` measures mean and spread of the scores at the last
-    tokens, which score an answer unless step 3 aggregates the scores of its steps."""
-    collate = collator_on_device(collate_steps, device, pad_id)
-
-    def describe(model: Model, rows: TokenRows) -> dict[str, float | str]:
-        def score(rows: Dataset, indices: Sequence[int]) -> Tensor:
-            batch = collate(rows, indices)
-            return model(batch.input_ids, batch.lengths, last_only=True).unsqueeze(1)  # (B, 1)
-
-        statistics = score_statistics(model, rows, score, config.fit.per_device_eval_batch_size)
-        return statistics | {SEPARATOR: config.reward.separator}
-
-    return Objective(
-        collate,
-        lambda batch: batch.label_mask,
-        process_loss,
-        ("loss", "accuracy"),
-        describe=describe,
     )

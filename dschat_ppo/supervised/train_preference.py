@@ -1,9 +1,9 @@
-"""Step 2: train a reward model, or the policy itself, on pairs of answers, labelled answers or
-labelled steps."""
+"""Step 2: train a reward model, or the policy itself, on pairs of answers, labelled answers, or
+what a feature reads from the data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,59 +11,37 @@ from typing import Any
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
+from dschat_ppo.config.objective_kinds import PAIRS_WITH_REFERENCE, REFERENCE_FREE
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.supervised_config import PreferenceConfig
-from dschat_ppo.config.supervised_flags import PAIRS_WITH_REFERENCE, REFERENCE_FREE
+from dschat_ppo.data.supervised_batches import LabelledBatch, PairBatch
 from dschat_ppo.engine.ds_config import Config
+from dschat_ppo.features import hooks
 from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.models.kernel_selection import apply_memory_flags
 from dschat_ppo.models.loading import ModelChanges, load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.run.start_and_end import tool_command
-from dschat_ppo.supervised.objective import Objective
+from dschat_ppo.supervised.objective import BuiltObjective
 from dschat_ppo.supervised.policy_objectives import (
     dpo_objective,
     kto_objective,
     reference_free_objective,
 )
-from dschat_ppo.supervised.reward_objectives import process_objective, reward_objective
+from dschat_ppo.supervised.reward_objectives import reward_objective
 from dschat_ppo.supervised.supervised_run import begin_supervised_run, train_and_save
 from dschat_ppo.supervised.trainer import SupervisedTrainer
 
-# --objective -> (pad id, device, config) -> what `SupervisedTrainer` minimises
-OBJECTIVES: dict[str, Callable[..., Objective[Any]]] = {
-    "reward": reward_objective,
-    **dict.fromkeys(PAIRS_WITH_REFERENCE, dpo_objective),
-    "kto": kto_objective,
-    **dict.fromkeys(REFERENCE_FREE, reference_free_objective),
-    "process": process_objective,
+# by --objective; features add some as `objectives.OBJECTIVES`
+OBJECTIVES = {
+    "reward": BuiltObjective(reward_objective, PairBatch),
+    **dict.fromkeys(PAIRS_WITH_REFERENCE, BuiltObjective(dpo_objective, PairBatch)),
+    "kto": BuiltObjective(kto_objective, LabelledBatch),
+    **dict.fromkeys(REFERENCE_FREE, BuiltObjective(reference_free_objective, PairBatch)),
 }
-_NAMES = {  # in lines about batches and progress
-    "reward": "reward model",
-    "process": "process reward model",
-    "dpo": "DPO",
-    "cdpo": "cDPO",
-    "ipo": "IPO",
-    "robust_dpo": "robust DPO",
-    "hinge": "hinge",
-    "dpo_nll": "DPO with NLL",
-    "kto": "KTO",
-    "orpo": "ORPO",
-    "simpo": "SimPO",
-    "cpo": "CPO",
-}
-_AIMS = {
-    "reward": "trains a reward model (for DPO: training/step2_dpo/main.py, or --objective dpo)",
-    "process": "trains a reward model on labels of the steps of answers",
-    "kto": (
-        "trains the policy itself on desirable and undesirable answers, against the model that it"
-        " starts from"
-    ),
-    **dict.fromkeys(
-        REFERENCE_FREE, "trains the policy itself on pairs of answers, without a reference"
-    ),
-}
+for objectives_of_feature in hooks("objectives.OBJECTIVES"):
+    OBJECTIVES |= objectives_of_feature
 
 
 def load_trained_model(
@@ -95,14 +73,12 @@ def load_trained_model(
 def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
     """Run step 2; returns the contents of `result.json`."""
     name = config.reward.objective
-    aim = _AIMS.get(
-        name, "trains the policy itself on pairs of answers, against the model that it starts from"
-    )
-    run = begin_supervised_run(config, _NAMES[name], f"step 2: --objective {name} {aim}")
+    kind = config.reward.kind
+    run = begin_supervised_run(config, kind.title, f"step 2: --objective {name} {kind.aim}")
     if name != "reward" and any(run.rows.at_hand["margin"]):
         logger().info(f"data: --objective {name} does not use the column `margin`")
     model = load_trained_model(run.model_folder, config, run.ds_config, run.adapter)
-    objective = OBJECTIVES[name](filler_id(run.tokenizer), run.device, config)
+    objective = OBJECTIVES[name].build(filler_id(run.tokenizer), run.device, config)
     trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, config, run.nonfinite)
     output = str(run.output)
     command = tool_command("chat", ["--model", output, "--compare", run.model_folder])

@@ -37,7 +37,7 @@ from dschat_ppo.models.saving import (
 )
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
-from dschat_ppo.rewards.learned_reward import SEPARATOR, STATISTICS
+from dschat_ppo.rewards.learned_reward import STATISTICS, saved_entries
 from dschat_ppo.run.model_card import model_card
 
 ROLES = ("model", "actor", "critic", "actor_ema")
@@ -307,7 +307,7 @@ def reward_statistics(run: SavedRun, role: str) -> dict[str, float | str | None]
     """The entries that step 2 adds to the config of a reward model; None removes an old one."""
     if run.manifest.kind == "sft" or role in ("actor", "actor_ema"):
         return {}
-    removals: dict[str, float | str | None] = dict.fromkeys((*STATISTICS, SEPARATOR))
+    removals: dict[str, float | str | None] = dict.fromkeys(saved_entries())
     if role == "critic":
         return removals
     if not run.config.reward.trains_classifier:

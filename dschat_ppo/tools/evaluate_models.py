@@ -307,7 +307,7 @@ def _reward_mixture(
             scorer.checked.folder,
             checked.tokenizer,
             scorer_tokenizer,
-            request.rewards.process_reward,
+            request.features,
             request.args.max_batch_tokens,
         )
     return build_sources(request.rewards, learned, reward_sources_of(parts))

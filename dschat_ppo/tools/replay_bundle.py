@@ -19,7 +19,6 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.paths import CONFIG
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import SFTBatch
-from dschat_ppo.data.supervised_batches import LabelledBatch, PairBatch, StepBatch
 from dschat_ppo.engine.optimizer_step import set_random_state
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import Layout
@@ -35,14 +34,8 @@ from dschat_ppo.supervised.sft import SFTTeacher, sft_loss
 from dschat_ppo.supervised.train_preference import OBJECTIVES
 from dschat_ppo.types import Experience, MinimumLength, RewardedRollout, record_of, to_device
 
-KINDS: tuple[Any, ...] = (
-    SFTBatch,
-    PairBatch,
-    LabelledBatch,
-    StepBatch,
-    Experience,
-    RewardedRollout,
-)
+_BATCHES = {objective.batch for objective in OBJECTIVES.values()}
+KINDS: tuple[Any, ...] = (SFTBatch, Experience, RewardedRollout, *_BATCHES)
 RECORDS = {kind.__name__: kind for kind in KINDS}
 MOST_NAMES = 20  # of parameters that are not finite, on a line
 
@@ -141,7 +134,7 @@ def loss_function(bundle: dict[str, Any], config: Any, model: Any) -> Callable[[
             teacher = SFTTeacher.of(frozen_model(config, "teacher"), config.teacher)
         return lambda batch: sft_loss(model, batch, constants["total"], sums, teacher)
     if bundle["step_name"] != "ppo":
-        objective: Any = OBJECTIVES[config.reward.objective](0, dist.device(), config)
+        objective: Any = OBJECTIVES[config.reward.objective].build(0, dist.device(), config)
         return lambda batch: objective.loss(model, batch, constants["total"], sums)
     minibatch: MiniBatch[Any] = MiniBatch(
         [],

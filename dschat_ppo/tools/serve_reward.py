@@ -27,6 +27,7 @@ from typing import Any
 from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.errors import UserError
+from dschat_ppo.features import hooks
 from dschat_ppo.tools import exit_code_of
 
 # of this machine, also through an SSH tunnel from another port
@@ -107,7 +108,7 @@ def text_scorer(
 ) -> Callable[[Sequence[str]], list[float]]:
     """A function that scores whole texts, each at the final token of `encode_finished`; a text of
     more tokens than the model reads loses its start. `folder` holds a decoder with a one-label head
-    named `score`, which is no process reward model, and its tokenizer. A forward pass has at most
+    named `score`, and its tokenizer. A forward pass has at most
     `max_batch_tokens`."""
     # after the flags are checked: these imports take seconds
     from dschat_ppo.common import dist
@@ -122,15 +123,11 @@ def text_scorer(
     from dschat_ppo.models.vocabulary import check_vocabulary
     from dschat_ppo.models.wrapped_models import ScalarModel
     from dschat_ppo.planner.number_format import dtype_for_tool
-    from dschat_ppo.rewards.learned_reward import SEPARATOR, most_tokens, scores_in_batches
+    from dschat_ppo.rewards.learned_reward import most_tokens, scores_in_batches
 
     config = load_config(folder, "--model")
-    if SEPARATOR in config.to_dict():
-        raise UserError(
-            f"--model {folder}: is a process reward model (its config.json has {SEPARATOR}), but"
-            " this server scores whole texts; give it to --reward_model_name_or_path of step 3,"
-            " with --process_reward"
-        )
+    for check in hooks("checks.check_served_model"):  # refuses one that scores no whole texts
+        check(config, folder)
     tokenizer = load_tokenizer(folder, "--model")
     limit = most_tokens(config)
     check_vocabulary(tokenizer, config, "--model", folder)

@@ -216,14 +216,6 @@ def test_the_dpo_step_differs_only_in_the_default_objective():
     assert read("dpo", "--objective", "ipo")["objective"] == "ipo"
 
 
-@pytest.mark.parametrize(("given", "text"), [("\\n\\n", "\n\n"), ("\n", "\n"), ("ки\\t", "ки\t")])
-def test_backslashes_in_the_step_separator_stand_for_line_breaks_and_tabs(given, text):
-    assert (
-        config_of("reward", "--objective", "process", "--step_separator", given).reward.separator
-        == text
-    )
-
-
 @pytest.mark.parametrize(
     ("ratio", "number", "total", "steps"),
     [

@@ -351,13 +351,7 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
         "--eval_greedy gives the same answer every time: omit --eval_samples",
     ),
     # rewards
-    (
-        "ppo",
-        f"--process_reward min {FUNCTION}",
-        "--process_reward min has no effect: it is for --use_reward_model",
-    ),
     ("ppo", "--remote_reward_sources a", "it is for --remote_reward_url"),
-    ("ppo", "--process_reward last --normalize_rewards model", "use --normalize_rewards running"),
     # LoRA
     (
         "sft",
@@ -447,12 +441,12 @@ RANGES = {
         actor_dropout=1.0
         critic_dropout=-0.5 actor_zero_stage=5 test_stop_step=3 reward_timeout=1e7
         high_entropy_share=0
-        process_reward=max critic_lora_learning_rate=1.5 ema_decay=1
+        critic_lora_learning_rate=1.5 ema_decay=1
     """
     ),
     "reward": (
         """
-        objective=ppo step_separator= center_rewards_coef=nan beta=0 beta=inf
+        objective=ppo center_rewards_coef=nan beta=0 beta=inf
         label_smoothing=-0.1 max_seq_len=-5
     """
     ),
@@ -484,7 +478,7 @@ WRONG = {
         teacher_model_name_or_path= teacher_model_name_or_path=a=b eval_fraction=2 train_on=none
     """
     ),
-    "reward": "max_seq_len=0 metric_for_best=kl step_separator= objective=ppo beta=0",
+    "reward": "max_seq_len=0 metric_for_best=kl objective=ppo beta=0",
     "ppo": (
         """
         reward_default=many reward_default=inf reward_default=nan reward_function=
@@ -752,7 +746,6 @@ def test_a_note_names_each_flag_without_effect(step, words, names):
         f"{SHARED} --actor_dropout 0",
         f"--share_base --actor_lora_dim 4 --only_optimize_lora {GRPO} --actor_zero_stage 3",
         "--kl_estimator full --old_logprobs recompute",
-        "--process_reward min --normalize_rewards running",
         "--actor_lora_dim 8 --only_optimize_lora --load_in_4bit --critic_zero_stage 3",
         (
             f"{GRPO} --critic_lora_dim 8 --actor_lora_dim 8 --only_optimize_lora --load_in_4bit"

@@ -26,7 +26,6 @@ from dschat_ppo.data.supervised_batches import (
     PackingPlan,
     collate_labelled,
     collate_pairs,
-    collate_steps,
     pack,
     plan_packing,
     sample_tokens,
@@ -243,29 +242,6 @@ def test_labelled_rows_by_hand():
     # a mismatched answer is cut at the length limit, but never empty
     assert collate_labelled(rows, [0], 99, 5).other_ids.tolist() == [[5, 6, 7, 14, 15]]
     assert collate_labelled(rows, [0], 99, 2).other_ids.tolist() == [[5, 6, 7, 14]]
-
-
-def test_step_labels_by_hand():
-    rows = Dataset.from_list(
-        [
-            {
-                "prompt_ids": [5, 6],
-                "answers": [[7, 8, 9, 1]],
-                "step_ends": [1, 3],
-                "step_labels": [1.0, 0.25],
-            },
-            {"prompt_ids": [5], "answers": [[7, 1]], "step_ends": [1], "step_labels": [1.0]},
-        ]
-    )
-    batch = collate_steps(rows, [1, 0, PADDING_ROW], 99)
-    assert batch.input_ids.tolist() == [
-        [5, 7, 1, 99, 99, 99],
-        [5, 6, 7, 8, 9, 1],
-        [5, 6, 7, 8, 9, 1],
-    ]
-    assert batch.label_mask.int().tolist() == [[0, 0, 1, 0, 0, 0], [0, 0, 0, 1, 0, 1], [0] * 6]
-    assert batch.labels.tolist() == [[0, 0, 1, 0, 0, 0], [0, 0, 0, 1, 0, 0.25], [0] * 6]
-    assert batch.lengths.tolist() == [3, 6, 6]
 
 
 # The order of an epoch and its steps

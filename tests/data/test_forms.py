@@ -14,14 +14,10 @@ from form_fixtures import (
     HALL,
     HH,
     KTO,
-    PRM800K,
     ROOF,
-    SHEPHERD,
-    STEPS,
     TOOL,
     assistant,
     form_of,
-    option,
     read,
     system,
     user,
@@ -414,14 +410,6 @@ def ranked(responses: Any, scores: Any) -> dict:
     return {"prompt": "Q:", "responses": responses, "scores": scores}
 
 
-def steps(**change: Any) -> dict:
-    return {**STEPS, **change}
-
-
-def prm(step: Any) -> dict:
-    return {**PRM800K, "label": {"steps": [PRM800K["label"]["steps"][0], step]}}
-
-
 PAIR = {"prompt": [ASK], "chosen": [ASK, HALL], "rejected": [ASK, ROOF]}
 RANKED = [ranked(TWO, [1, 2])]
 BAD = [
@@ -508,19 +496,6 @@ BAD = [
     (ranked(TWO, [1, math.nan]), "preference", "an entry of 'scores' is float .'nan'", RANKED),
     (ranked(["a", "a"], [1, 2]), "preference", "answer 2 and answer 1 are equal", RANKED),
     ({"prompt": "Q:", "label": True}, "sft", "has no 'completion'", KTO),
-    (steps(labels=[True]), "steps", "'completions' has 2 steps, but 'labels' 1", [STEPS]),
-    (
-        {**SHEPHERD, "label": SHEPHERD["label"][:-1]},
-        "steps",
-        r"'label' has 1 \+ or -, but 'input' 2 steps",
-        [SHEPHERD],
-    ),
-    (
-        prm({"completions": [option("a", 2)]}),
-        "steps",
-        "no step of PRM800K .2.; .*-1, 0, 1",
-        [PRM800K],
-    ),
 ]
 
 
@@ -541,16 +516,10 @@ def test_bad_rows_are_named_with_what_is_wrong(case):
             "preference",
             "has the columns 'text', read as form text; this step needs a prompt and",
         ),
-        (STEPS, "sft", "read as form stepwise; this step needs"),
         (
             KTO[0],
             "preference",
             "needs a prompt and two answers; answers with labels are for --objective kto$",
-        ),
-        (
-            {"prompt": "Q:", "chosen": "a", "rejected": "b"},
-            "steps",
-            "needs the steps of answers with a label for each",
         ),
         (
             {"prompt": "Q:", "response": "a"},
@@ -646,62 +615,3 @@ def test_of_a_ranked_list_the_best_and_the_worst_answer_are_taken():
         ("b", (1.0,), ", answer 2"),
         ("c", (0.0,), ", answer 3"),
     ]
-
-
-# Labelled steps
-
-
-def test_a_first_step_that_is_glued_to_the_prompt_prints_a_warning():
-    row = {"prompt": "What is 2+3?", "completions": ["2+3 = 5", "So 5"], "labels": [True, True]}
-    form = form_of([row])
-    assert form.rendering == "text" and form_of([STEPS]).warning == ""
-    assert form.warning.startswith(
-        "nothing separates prompt and answer: '...What is 2+3?2+3 = 5...'; the text is used as"
-    )
-
-
-@pytest.mark.parametrize(
-    ("labels", "found"),
-    [
-        ([True, False], (1.0, 0.0)),
-        ([1, 0], (1.0, 0.0)),
-        (["+", "-"], (1.0, 0.0)),
-        (["True", "0.5"], (1.0, 0.5)),
-        ([None, 0.25], (None, 0.25)),
-    ],
-)
-def test_stepwise_rows_give_their_steps_and_labels(labels, found):
-    form = form_of([STEPS])
-    assert (form.name, form.rendering, form.uses) == ("stepwise", "text", ("steps", "prompt"))
-    [example] = read([{**STEPS, "labels": labels}], "steps")
-    assert (example.prompt, example.answers) == ("1+2+3=", ["1+2=3", "3+3=7"])
-    assert tuple(None if math.isnan(label) else label for label in example.labels) == found
-    equal = {"prompt": [ASK], "completions": ["go", "go"], "labels": [1, 0.25]}  # is no pair
-    assert read([equal], "steps") == [Example([ASK], ["go", "go"], labels=(1.0, 0.25))]
-
-
-def test_math_shepherd():
-    assert form_of([SHEPHERD]).name == "math_shepherd"
-    steps = ["Step 1: Take two.", "Step 2: Add two: 5"]
-    assert read([SHEPHERD], "steps", has_template=False) == [
-        Example("Two and two?\n", steps, labels=(1.0, 0.0))
-    ]
-    assert read([SHEPHERD], "prompt") == [Example([user("Two and two?")], [])]
-
-
-def test_prm800k_follows_the_chosen_steps_and_labels_the_others_where_they_end():
-    assert form_of([PRM800K]).name == "prm800k"
-    found = read([PRM800K], "steps")
-    answers = [
-        (list(example.answers), [None if math.isnan(x) else x for x in example.labels])
-        for example in found
-    ]
-    assert answers == [
-        (["a", "h"], [1.0, 1.0]),
-        (["b"], [0.0]),
-        (["a", "d"], [None, 0.0]),
-        (["a", "h", "e"], [None, None, 1.0]),
-        (["a", "h", "f"], [None, None, 0.0]),
-    ]
-    assert found[2].suffix == ", step 2, completion 1"
-    assert all(example.prompt == "2x = 4?" for example in found)

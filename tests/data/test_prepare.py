@@ -296,34 +296,6 @@ def test_rewards_get_null_for_a_column_that_only_other_rows_have(tmp_path, rows)
     assert [json.loads(row["row"])["note"] for row in found] == [5, None]
 
 
-STEPS = [
-    {"prompt": "Q:", "completions": ["one", "two", "three"], "labels": [True, None, 0.25]},
-    {"prompt": "R:", "completions": ["four"], "labels": [False]},
-]
-
-
-@pytest.mark.parametrize("separator", ["\n", "; "])
-def test_labels_are_at_the_separators_and_at_the_final_token(tmp_path, separator):
-    """Of a table and of a stream, and for another separator not from the cache."""
-    flags = {"use": "steps", "rows": 2 if separator == "\n" else None}
-    path = write_jsonl(tmp_path / "d.jsonl", STEPS)
-    rows_for("steps", flags_for(tmp_path, path, use="steps"), step_separator="|")
-    rows = listed(
-        rows_for("steps", flags_for(tmp_path, path, **flags), step_separator=separator).train
-    )
-    found = []
-    for row in rows:
-        [answer] = row["answers"]
-        ends = zip(row["step_ends"], row["step_labels"], strict=True)
-        found.append([(TOKENIZER.decode(answer[: end + 1]), label) for end, label in ends])
-    if separator == "\n":  # a cut answer loses the labels behind the cut
-        ends = rows[0]["step_ends"]
-        cut = rows_for("steps", flags_for(tmp_path, path, use="steps"), ends[0] + 3).train
-        assert sorted(row["step_labels"] for row in cut) == [[0.0], [1.0]]
-    whole = (separator.join(["one", "two", "three"]) + EOS, 0.25)
-    assert found == [[(("one" + separator).rstrip(" "), 1.0), whole], [("four" + EOS, 0.0)]]
-
-
 def test_cut_rows_are_counted_and_end_without_eos_only_if_the_answer_was_cut(tmp_path, said):
     rows = [
         ROWS[0],
@@ -459,24 +431,12 @@ BAD = [  # use, rows, flags, message
         "every answer is cut by --max_seq_len 64; raise it",
     ),
     ("prompt", [LONG], {"truncation": "drop"}, "no row is within --max_prompt_seq_len 64"),
-    (
-        "steps",
-        [{"prompt": "p", "completions": ["x" * 99], "labels": [1]}],
-        {"truncation": "drop"},
-        "no row is within",
-    ),
     ("sft", ROWS, {"data_split": "0,1,1"}, "--data_split 0,1,1 leaves no row"),
     (
         "preference",
         [{"question": "q", "reply": "r"}],
         {},
         r"d\.jsonl.*'question', 'reply'.*fit no known form",
-    ),
-    (
-        "steps",
-        [{**STEPS[0], "completions": ["one", "t\nwo", "three"]}],
-        {},
-        r"row 1: step 2 contains .*'\\n'; choose",
     ),
     ("sft", labelled(set()), {}, "no row .*all answers are labelled bad: --ignore_columns label"),
     ("sft", labelled({9}), {}, "d.jsonl: none of its rows for training serves this step"),

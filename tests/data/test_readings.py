@@ -6,6 +6,7 @@ import re
 
 import pytest
 from form_fixtures import ASK, assistant, form_of, read, user
+from ways_out import read_by_ways
 
 from dschat_ppo.errors import UserError
 
@@ -17,8 +18,6 @@ SQUAD = {"answers": {"text": [GOOD], "answer_start": [12]}}
 CALLS = json.dumps([{"name": "find", "arguments": {"thing": "lamp"}}])
 TOOLS = json.dumps([{"name": "find", "description": "Finds.", "parameters": {}}])
 TALK = {"dialogue": "Ann: Where is it?\r\nBo: There!", "summary": "It is there."}
-STEPS = {"problem": Q, "steps": ["a", "b"]}
-OTHER_STEPS = {"question": Q, "solution_steps": ["a", "b"]}
 SAMPLES = [{"text": BAD}, {"text": GOOD}]
 SWITCH = [
     {"input": [ASK], "output": GOOD, "reasoning": "off", "system_prompt": "Be brief."},
@@ -28,21 +27,6 @@ LONG_SWITCH = [
     {"Question": Q, "Answer": GOOD, "thinking": f"detailed thinking {word}"}
     for word in ("on", "off") * 4
 ]
-
-
-def ways_of(message: str) -> list[dict]:
-    """The flags of each way out of a message, whatever the condition before them."""
-    ways = []
-    for part in message.split("; ")[1:]:
-        match = re.search(r"(?:^|: )(--.*?)(?: reads .*)?$", part)
-        if match is None or "FILE.py:FUNCTION" in part:
-            continue
-        flags: dict = {}
-        for flag in match.group(1).removeprefix("--").split(" --"):
-            name, *values = flag.split(" ")
-            flags[name] = values if name == "ignore_columns" else values[0]
-        ways.append(flags)
-    return ways
 
 
 def sides(first: str, second: str, **more) -> dict:
@@ -87,17 +71,6 @@ CASES = {
         "sft",
         [[(f"{Q}\n\n{PASSAGE}", [GOOD])], [(Q, [GOOD])]],
     ),
-    "the first wrong step": (
-        [{**STEPS, "first_error_step": 1, "level": 1}],
-        "steps",
-        [[(Q, ["a", "b"])]],
-    ),
-    "ratings of steps": ([{**STEPS, "ratings": [1, -1]}], "steps", [[(Q, ["a", "b"])]]),
-    "steps under another name": (
-        [{**OTHER_STEPS, "step_labels": [True, False]}],
-        "steps",
-        [[(Q, ["a", "b"])]],
-    ),
     "xLAM": ([{"id": 1, "query": Q, "tools": TOOLS, "answers": CALLS}], "sft", [[(Q, [CALLS])]]),
     "StackExchange": (
         [{"question": Q, "response_j": GOOD, "response_k": BAD}],
@@ -131,11 +104,6 @@ CASES = {
         "sft",
         [[(TALK["dialogue"], ["It is there."])]],
     ),
-    "steps that are objects with another key": (
-        [{"task": POST, "thoughts": [{"text": "a", "valid": 1}, {"text": "b", "valid": 0}]}],
-        "steps",
-        [[(POST, ["a", "b"])]],
-    ),
     "prompts beside pairs": (
         [{"question": Q, "response_j": GOOD, "response_k": BAD}],
         "prompt",
@@ -147,21 +115,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_each_way_out_reads_the_rows(name):
     rows, use, expected = CASES[name]
-    with pytest.raises(UserError) as caught:
-        read(rows, use)
-    read_by_ways = []
-    for flags in ways_of(str(caught.value)):
-        examples = read(rows, use, **flags)
-        read_by_ways.append(
-            [
-                (
-                    one.prompt if isinstance(one.prompt, str) else one.prompt[-1]["content"],
-                    list(one.answers),
-                )
-                for one in examples
-            ]
-        )
-    assert read_by_ways == expected, caught.value
+    assert read_by_ways(rows, use) == expected
 
 
 def test_what_a_question_is_about_is_left_out_only_by_name_and_last():

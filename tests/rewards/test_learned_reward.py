@@ -1,10 +1,9 @@
 """Learned rewards: batches of uneven lengths, another tokenizer, ranks with uneven work."""
 
-import math
-
 import pytest
 import torch
 from conftest import tiny_config
+from scored_rollouts import alone, request, rollout_of
 from transformers import AutoTokenizer, LlamaForSequenceClassification
 
 from dschat_ppo.data.batches import right_padded
@@ -14,12 +13,10 @@ from dschat_ppo.models.wrapped_models import ScalarModel
 from dschat_ppo.rewards import reward_source
 from dschat_ppo.rewards.learned_reward import (
     ModelReward,
-    StepScoring,
     model_reward,
-    saved_separator,
     scores_in_batches,
 )
-from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError
+from dschat_ppo.rewards.reward_source import RewardServiceError
 from dschat_ppo.types import Rollout
 
 TEMPLATE = (
@@ -38,18 +35,6 @@ def engine():
 @pytest.fixture
 def tokenizer(assets):
     return AutoTokenizer.from_pretrained(assets / "reward")
-
-
-@torch.no_grad()
-def alone(engine, rows: list[list[int]]) -> list[float]:
-    """The head's output at the last token of each sequence, one at a time without padding."""
-    states = [engine.backbone(torch.tensor([row])).last_hidden_state[0, -1] for row in rows]
-    return [float(engine.classifier.score(state)) for state in states]
-
-
-def request(*rows) -> RewardRequest:
-    """Rows of (prompt, response, data row)."""
-    return RewardRequest.of(*map(list, zip(*rows, strict=True)))
 
 
 class Counting:
@@ -206,66 +191,10 @@ def test_a_row_rejected_on_another_rank_raises_before_the_first_pass(
     assert counting.shapes == []
 
 
-def rollout_of(prompts: list[list[int]], answers: list[list[int]]) -> Rollout:
-    """Prompts with padding 99 before them, and answers with padding 98 after them."""
-    left, right = (max(map(len, rows)) for rows in (prompts, answers))
-    return Rollout(
-        prompt_ids=torch.tensor([[99] * (left - len(row)) + row for row in prompts]),
-        prompt_mask=torch.tensor(
-            [[False] * (left - len(row)) + [True] * len(row) for row in prompts]
-        ),
-        response_ids=torch.tensor([row + [98] * (right - len(row)) for row in answers]),
-        response_mask=torch.tensor(
-            [[True] * len(row) + [False] * (right - len(row)) for row in answers]
-        ),
-        rollout_logprobs=torch.zeros(len(answers), right),
-        finish_reason=torch.zeros(len(answers)),
-    )
-
-
-@pytest.mark.parametrize(("how", "of"), [("min", min), ("product", math.prod)])
-def test_step_scores_are_aggregated(engine, tokenizer, how, of):
-    end = tokenizer.eos_token
-    # the second one is cut
-    steps = [["a lamp\n", "in the\n", f"hall{end}"], ["red\n", "blue"], [f"yes\n{end}"], [""]]
-    ids = [
-        tokenizer.encode("".join(parts), add_special_tokens=False) if parts[0] else []
-        for parts in steps
-    ]
-    prompts = [[5, 6, 7][: 2 + row % 2] for row in range(len(ids))]
-    rollout = rollout_of(prompts, ids)
-    expected = []
-    for prompt, answer, parts in zip(prompts, ids, steps, strict=True):
-        text, cuts = "", []
-        for part in parts[:-1]:
-            text += part
-            cuts.append(
-                next(
-                    n
-                    for n in range(1, len(answer))
-                    if tokenizer.decode(answer[:n]).startswith(text)
-                )
-            )
-        scores = alone(engine, [prompt + answer[:cut] for cut in [*cuts, len(answer)]])
-        expected.append(of([1 / (1 + math.exp(-score)) for score in scores]))
-    reward = ModelReward(engine, 40, StepScoring(tokenizer, "\n", how))
-    found = reward(request(*[("", "", {})] * 4), rollout)
-    assert found.tolist() == pytest.approx(expected, abs=1e-5)
-    assert ModelReward(engine)(request(*[("", "", {})] * 4), rollout).tolist() == pytest.approx(
-        alone(engine, [prompt + answer for prompt, answer in zip(prompts, ids, strict=True)]),
-        abs=1e-5,
-    )
-
-
 def test_what_step_2_saved_with_the_model(engine, tokenizer, tmp_path):
-    assert saved_separator(tiny_config(step_separator="|"), "prm") == "|"
-    with pytest.raises(
-        UserError, match="--process_reward: prm/config.json has no step_separator; train"
-    ):
-        saved_separator(tiny_config(), "prm")
     tiny_config(reward_mean=1.5, reward_std=0.5).save_pretrained(tmp_path)
     for standardise, moments in ((True, (1.5, 0.5)), (False, None)):
         assert (
-            model_reward(engine, str(tmp_path), tokenizer, None, None, 8, standardise).moments
+            model_reward(engine, str(tmp_path), tokenizer, None, [], 8, standardise).moments
             == moments
         )

@@ -130,9 +130,6 @@ def test_samples_are_the_rows_and_the_loss_mask_of_training(preview, assets, tmp
 
 
 KTO = [{"prompt": f"Q{n}:", "completion": " answer", "label": n % 2 == 0} for n in range(4)]
-STEPS = [
-    {"prompt": f"Q{n}:", "completions": [" a", " b"], "labels": [True, False]} for n in range(4)
-]
 MARKED = {  # name -> (words, rows, what is shown, its number of marks)
     "every turn": ("--step sft --data_split 1,0,0", sharegpt(2), rf"{OPEN}Hello\.", 2),
     "the last turn": (
@@ -152,12 +149,6 @@ MARKED = {  # name -> (words, rows, what is shown, its number of marks)
         "--step 2 --objective kto",
         KTO,
         rf"Q(?=[02].*\n.*1.0|[13].*\n.*0.0)\d:{OPEN} answer.*{CLOSE}\n  label: ",
-        1,
-    ),
-    "labelled steps": (
-        "--step 2 --objective process --step_separator |",
-        STEPS,
-        rf"Q\d:{OPEN} a\| b<\|end\|>{CLOSE}\n  labels: \[1.0, 0.0\]\n",
         1,
     ),
 }

@@ -19,7 +19,7 @@ from dschat_ppo.algorithms.divergence import Divergence
 from dschat_ppo.checkpoint.state_files import load_state, save_state
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import SFTBatch
-from dschat_ppo.data.supervised_batches import LabelledBatch, PairBatch, StepBatch
+from dschat_ppo.data.supervised_batches import LabelledBatch, PairBatch
 from dschat_ppo.engine.optimizer_step import Fault, random_state
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
@@ -107,9 +107,6 @@ KTO = LabelledBatch(
     ref_logprobs=torch.zeros(3, 2, dtype=torch.float64),
     baseline=torch.full((3,), 0.5, dtype=torch.float64),
 )
-STEPS = StepBatch(
-    BAD_SFT.input_ids, torch.tensor([3, 3, 2]), BAD_SFT.loss_mask, 0.5 * BAD_SFT.loss_mask
-)
 
 
 def experience(poisoned_row: int | None = None) -> Experience:
@@ -176,7 +173,6 @@ CASES = {
         {"total": 3.0, "rows": [[5, 6, 7]]},
         ("--objective", "kto"),
     ),
-    "process": ("reward", "model", "scalar", [STEPS], {"total": 4.0}, ("--objective", "process")),
     "actor": ("ppo", "actor", "policy", [experience(), experience(2)], ACTOR, ()),
     "actor, whole distributions": (
         "ppo",

@@ -1,8 +1,6 @@
 """Commands of the tools that cannot work: a line says what is wrong before a model is loaded; the
 command `report`."""
 
-import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -22,7 +20,7 @@ MAINS = {
 }
 TWO, ROLES = "--model a b --data_path d", "--actor {lm} --critic {reward}"
 REAL = "--model {lm} --data_path {prompts} --max_prompt_seq_len 40"
-# tool, its flags, what the line says; {lm}, {reward}, {prm} and {prompts} are there
+# tool, its flags, what the line says; {lm}, {reward} and {prompts} are there
 WRONG = [
     ("chat", "--model a --top_p 2", "--top_p must be a number from 0.001 to 1, got 2"),
     ("chat", "--model a --dtype int8", "--dtype int8: expected one of "),
@@ -62,11 +60,6 @@ WRONG = [
         f"{TWO} --samples 2 --decoding greedy",
         "--samples has no effect with --decoding greedy",
     ),
-    (
-        "evaluate",
-        f"{TWO} --process_reward min --reward_function length",
-        "--process_reward min has no effect",
-    ),
     ("evaluate", "--model a a --data_path d", "--model names a model twice"),
     ("evaluate", f"{TWO} --min_p 2", "--min_p must be a number from 0 to 1"),
     ("evaluate", f"{TWO} --actor_learning_rate 1", "unknown flag or value"),
@@ -88,20 +81,15 @@ WRONG = [
     ("serve", "--model {reward} --max_batch_tokens 0", "--max_batch_tokens"),
     ("serve", "--model {reward} --port 99999", "--port"),
     ("serve", "--model /no/such --port 0", "--model /no/such"),
-    ("serve", "--model {prm} --port 0", "{prm}: is a process reward model"),
     ("serve", "--model {lm} --port 0", "lm: has no trained scalar head"),
 ]
 
 
 @pytest.fixture(scope="module")
-def places(assets, tmp_path_factory):
-    prm = shutil.copytree(assets / "reward", tmp_path_factory.mktemp("wrong") / "prm")
-    config = json.loads((prm / "config.json").read_text())
-    (prm / "config.json").write_text(json.dumps({**config, "step_separator": "\n"}))
+def places(assets):
     return {
         "lm": assets / "lm",
         "reward": assets / "reward",
-        "prm": prm,
         "prompts": assets / "prompts.jsonl",
     }
 

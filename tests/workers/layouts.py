@@ -192,11 +192,12 @@ def supervised(
         f"--per_device_train_batch_size {micro} --per_device_eval_batch_size {micro + 1}".split()
     )
     if task == "sft":
-        config, use = parse("sft", words), "sft"
+        config = parse("sft", words)
     else:
         config = parse("reward", [*words, "--objective", task])
-        use = config.reward.data_use
-    tokens = prepare(StepData(use, config.data, 64), load_tokenizer(model, "model")).train
+    wanted = config.step_data
+    step = StepData(wanted.use, config.data, 64, use_settings=wanted.use_settings)
+    tokens = prepare(step, load_tokenizer(model, "model")).train
     rows = TokenRows(tokens.select(range(11)), tokens.select(range(11, 16)))
     ds_config = fit_ds_config(config)
     if task == "sft":
@@ -213,7 +214,7 @@ def supervised(
         apply_memory_flags(trained, config.memory)
     else:
         trained = load_trained_model(model, config, ds_config)
-        objective = OBJECTIVES[task](0, dist.device(), config)
+        objective = OBJECTIVES[task].build(0, dist.device(), config)
     fit = SupervisedTrainer(trained, ds_config, rows, objective, config)
     assert trained.layout.divided == (dist.sequence_ranks() > 1)
     if packed is not None:

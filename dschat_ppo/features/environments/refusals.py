@@ -9,8 +9,6 @@ from dschat_ppo.config.step_config import HasFeatures, StepConfig
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.environments.flags import EnvironmentFlags
 
-OF_ONE_ANSWER = "--process_reward scores the steps of one answer, not of episodes; omit it"
-
 
 def refuse(config: StepConfig) -> None:
     """Refuse flags of single responses beside those of episodes."""
@@ -19,8 +17,6 @@ def refuse(config: StepConfig) -> None:
     flags = config.of(EnvironmentFlags)
     if not flags.is_used:
         return
-    if config.value("process_reward") is not None:
-        raise UserError(OF_ONE_ANSWER)
     if config.ppo.min_answer_seq_len > 0:
         raise UserError("--min_answer_seq_len is not for episodes: an action may be short; omit it")
     estimator = config.algorithm.advantage_estimator
@@ -45,5 +41,3 @@ def refuse_evaluation(args: argparse.Namespace, flags: HasFeatures) -> None:
         raise UserError(
             "--write_best and --write_pairs are for single answers, not for episodes; omit them"
         )
-    if getattr(args, "process_reward", None) is not None:
-        raise UserError(OF_ONE_ANSWER)
