@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from form_fixtures import assistant, form_of, user
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.form_choice import detect_form
@@ -99,3 +100,47 @@ def check_section(section: Section) -> None:
         for use in {"sft", "preference", "unpaired", "prompt"} - set(form.uses):
             with pytest.raises(UserError, match="this step needs"):
                 form.read(rows[0], use)
+
+
+MARK = "stands nowhere else"
+OTHERS = {
+    "question": MARK,
+    "input": MARK,
+    "context": MARK,
+    "passage": MARK,
+    "choices": [MARK, "neither"],
+    "system": MARK,
+    "prompt": MARK,
+    "images": [f"{MARK}.jpg"],
+    "messages": [user(MARK), assistant(MARK)],
+    "history": [[MARK, MARK]],
+    "loss_mask": [0, 1],
+    "label": True,
+    "reasoning": MARK,
+    "chosen": MARK,
+    "response": MARK,
+    "text": MARK,
+}
+OF_REWARDS = {"response", "label", "reasoning"}
+
+
+def check_that_no_content_is_lost(section: Section) -> None:
+    """Whatever a further column holds is part of what is read, or the run ends with the column's
+    name and a way out."""
+    for column in OTHERS.keys() - section.rows[0].keys():
+        rows, form = [{**row, column: OTHERS[column]} for row in section.rows], None
+        try:
+            form = form_of(rows)
+            uses = [use for use in form.uses if use != "unpaired"]
+            found = [example for use in uses for example in form.read(rows[0], use)]
+        except UserError as problem:
+            assert form is not None or "--" in str(problem), column
+            kept = form_of(rows, ignore_columns=[column])
+            assert kept.name == form_of(section.rows).name, column
+            continue
+        # answers beside prompts alone
+        of_rewards = set(form.uses) == {"prompt"} and column in OF_REWARDS
+        of_rewards |= form.name == "text" and column == "label"  # classes of texts
+        # SFT learns the response and not the chosen answer
+        is_told = f"not '{column}'" in form.description
+        assert MARK in str(found) or of_rewards or is_told or form.name == "kto", column

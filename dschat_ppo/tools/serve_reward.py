@@ -108,8 +108,7 @@ def text_scorer(
 ) -> Callable[[Sequence[str]], list[float]]:
     """A function that scores whole texts, each at the final token of `encode_finished`; a text of
     more tokens than the model reads loses its start. `folder` holds a decoder with a one-label head
-    named `score`, and its tokenizer. A forward pass has at most
-    `max_batch_tokens`."""
+    named `score`, and its tokenizer. A forward pass has at most `max_batch_tokens`."""
     # after the flags are checked: these imports take seconds
     from dschat_ppo.common import dist
     from dschat_ppo.data.batches import right_padded

@@ -291,7 +291,6 @@ def test_the_direction_of_the_best_metric_follows_from_its_name_or_is_given(text
         ("reward", "centering_loss --center_rewards_coef 0.1"),
         ("reward", "margin --objective dpo"),
         ("reward", "nll --objective orpo"),
-        ("reward", "accuracy_bad:max --objective process"),
     ],
 )
 def test_metrics_that_the_evaluation_of_the_step_has_are_accepted(step, words):

@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from data_page import PAGE, PARTS, SECTIONS, check_section, spans
+from data_page import (
+    MARK,
+    PAGE,
+    PARTS,
+    SECTIONS,
+    check_section,
+    check_that_no_content_is_lost,
+    spans,
+)
 from form_fixtures import ASK, HALL, HH, ROOF, assistant, form_of, read, user
 from transformers import AutoTokenizer
 
@@ -35,9 +43,12 @@ def test_the_page_has_every_form():
         assert section.uses == section.uses_of(steps) or ";" in steps, section.name
 
 
-@pytest.mark.parametrize(
+CORE_SECTIONS = pytest.mark.parametrize(
     "section", [one for one in SECTIONS if one.name in FORMS], ids=lambda section: section.name
 )
+
+
+@CORE_SECTIONS
 def test_an_example_is_read_as_the_page_shows(section):
     check_section(section)
 
@@ -321,49 +332,9 @@ def test_other_roles_are_named_by_a_flag_and_a_message_of_the_system_too():
     assert plain.read({"text": "Once."}, "sft")[0].prompt == ""
 
 
-MARK = "stands nowhere else"
-OTHERS = {
-    "question": MARK,
-    "input": MARK,
-    "context": MARK,
-    "passage": MARK,
-    "choices": [MARK, "neither"],
-    "system": MARK,
-    "prompt": MARK,
-    "images": [f"{MARK}.jpg"],
-    "messages": [user(MARK), assistant(MARK)],
-    "history": [[MARK, MARK]],
-    "loss_mask": [0, 1],
-    "label": True,
-    "reasoning": MARK,
-    "chosen": MARK,
-    "response": MARK,
-    "text": MARK,
-}
-OF_REWARDS = {"response", "label", "reasoning"}
-
-
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
+@CORE_SECTIONS
 def test_a_column_with_content_is_read_or_named_whatever_the_form(section):
-    """Either what the column holds is part of what is read, or the run ends with the column's name
-    and a way out."""
-    for column in OTHERS.keys() - section.rows[0].keys():
-        rows, form = [{**row, column: OTHERS[column]} for row in section.rows], None
-        try:
-            form = form_of(rows)
-            uses = [use for use in form.uses if use != "unpaired"]
-            found = [example for use in uses for example in form.read(rows[0], use)]
-        except UserError as problem:
-            assert form is not None or "--" in str(problem), column
-            kept = form_of(rows, ignore_columns=[column])
-            assert kept.name == form_of(section.rows).name, column
-            continue
-        # answers beside prompts alone
-        of_rewards = set(form.uses) == {"prompt"} and column in OF_REWARDS
-        of_rewards |= form.name == "text" and column == "label"  # classes of texts
-        # SFT learns the response and not the chosen answer
-        is_told = f"not '{column}'" in form.description
-        assert MARK in str(found) or of_rewards or is_told or form.name == "kto", column
+    check_that_no_content_is_lost(section)
 
 
 @pytest.mark.parametrize(

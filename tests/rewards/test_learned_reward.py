@@ -6,6 +6,7 @@ from conftest import tiny_config
 from scored_rollouts import alone, request, rollout_of
 from transformers import AutoTokenizer, LlamaForSequenceClassification
 
+from dschat_ppo.config.step_config import FeatureFlags, feature_groups
 from dschat_ppo.data.batches import right_padded
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import Layout
@@ -192,9 +193,10 @@ def test_a_row_rejected_on_another_rank_raises_before_the_first_pass(
 
 
 def test_what_step_2_saved_with_the_model(engine, tokenizer, tmp_path):
+    flags = FeatureFlags(tuple(group() for group in feature_groups("ppo")))
     tiny_config(reward_mean=1.5, reward_std=0.5).save_pretrained(tmp_path)
     for standardise, moments in ((True, (1.5, 0.5)), (False, None)):
         assert (
-            model_reward(engine, str(tmp_path), tokenizer, None, [], 8, standardise).moments
+            model_reward(engine, str(tmp_path), tokenizer, None, flags, 8, standardise).moments
             == moments
         )

@@ -16,10 +16,6 @@ CASES = [
         "--min_answer_seq_len is not for episodes",
     ),
     (
-        "--environment e.py:E --process_reward min",
-        "--process_reward scores the steps of one answer",
-    ),
-    (
         "--environment e.py:E --inference_tp_size 2",
         "--inference_tp_size 2: the ranks of a group",
     ),
@@ -45,10 +41,6 @@ CASES = [
     ],
 ]
 WRONG = [  # flags of an evaluation
-    (
-        f"{TWO} --agent_func_path a.py --process_reward min --reward_model_name_or_path r",
-        "not of episodes",
-    ),
     (f"{TWO} --turn_reward to_go", "--turn_reward: has no effect here"),
     (f"{TWO} --agent_func_path a.py --tool_config b", "name one of them"),
     (f"{REAL} --agent_func_path none.py", "--agent_func_path none.py: cannot be used"),

@@ -9,6 +9,7 @@ import pytest
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
+from dschat_ppo.features.process_rewards import refusals
 from dschat_ppo.features.process_rewards.flags import ProcessRewardFlags, StepFlags
 from dschat_ppo.tools import evaluate, serve_reward
 from dschat_ppo.tools.data import main as show_data
@@ -47,17 +48,17 @@ def test_backslashes_in_the_separator_stand_for_line_breaks_and_tabs(given, text
             "--process_reward last --normalize_rewards model",
             "_rewards running",
         ),
-        (
-            "ppo",
-            "--environment e.py:E --process_reward min",
-            "--process_reward scores the steps of one answer",
-        ),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(step, words, said):
     needed = {"reward": STEP_2, "ppo": STEP_3}[step]
     with pytest.raises(UserError, match=re.escape(said)):
         parse(step, [*needed.split(), *words.split()])
+
+
+def test_the_best_model_may_be_that_of_a_metric_of_steps():
+    words = f"{STEP_2} --objective process --metric_for_best accuracy_bad:max"
+    assert parse("reward", words.split()).best.best_metric.name == "eval_accuracy_bad"
 
 
 def test_running_moments_normalise_process_rewards():
@@ -70,15 +71,21 @@ def test_running_moments_normalise_process_rewards():
     [
         ("--process_reward min --reward_function length", "--process_reward min has no effect"),
         ("--process_reward min", "it is for --reward_model_name_or_path"),
-        (
-            "--agent_func_path a.py --process_reward min --reward_model_name_or_path r",
-            "not of episodes",
-        ),
     ],
 )
 def test_an_evaluation_that_cannot_use_it_is_refused(words, said, capsys):
     assert evaluate.main([*TWO.split(), *words.split()]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_episodes_have_no_process_reward(monkeypatch, capsys):
+    monkeypatch.setattr(refusals, "features_observe", lambda flags: True)
+    words = [*STEP_3.split(), "--process_reward", "min"]
+    with pytest.raises(UserError, match="scores the steps of one answer, not of episodes; omit"):
+        parse("ppo", words)
+    words = f"{TWO} --process_reward min --reward_model_name_or_path r"
+    assert evaluate.main(words.split()) == 2
+    assert "not of episodes" in capsys.readouterr().err
 
 
 def test_the_server_of_rewards_refuses_the_model(assets, tmp_path, capsys):

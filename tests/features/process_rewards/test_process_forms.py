@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_page import SECTIONS, STEP_FORMS, check_section
+from data_page import SECTIONS, STEP_FORMS, check_section, check_that_no_content_is_lost
 from form_fixtures import ASK, form_of, read, user
 from step_rows import PRM800K, SHEPHERD, STEPS, option
 from ways_out import read_by_ways
@@ -29,8 +29,9 @@ def test_the_page_and_the_flag_have_every_form():
 @pytest.mark.parametrize(
     "section", [one for one in SECTIONS if one.name in STEP_FORMS], ids=lambda section: section.name
 )
-def test_an_example_is_read_as_the_page_shows(section):
+def test_an_example_is_read_as_the_page_shows_and_no_column_is_lost(section):
     check_section(section)
+    check_that_no_content_is_lost(section)
 
 
 def test_a_first_step_that_is_glued_to_the_prompt_prints_a_warning():
