@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from dschat_ppo.config.run_flags import AUTO, NEVER, WITHOUT_EFFECT, SafetyFlags
 from dschat_ppo.config.step_config import StepConfig, defaults_of, flatten
 from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.errors import UserError
+from dschat_ppo.features import hooks
 from dschat_ppo.monitor.writers import is_finished
 
 # Flags that may change when a run resumes. A flag that is not here matters: a new flag stops a
@@ -102,12 +104,12 @@ HARMLESS = frozenset(
         "inference_tp_size",
         "tp_gather_partition_size",
         "deterministic",
-        "sequence_parallel_size",
         "offload_activations",
         "attn_implementation",
         # a model that needs it is refused without it; for others it has no effect
         "resize_vocabulary",
         *WITHOUT_EFFECT,
+        *chain.from_iterable(hooks("flags.HARMLESS")),  # of features
     }
 )
 

@@ -32,43 +32,43 @@ Group = Any
 
 _SHARING = [1]  # ranks that share their rows
 # number of ranks that share rows -> this rank's process group of that size
-_SEQUENCE_GROUPS: dict[int, Any] = {}
+_ROW_GROUPS: dict[int, Any] = {}
 
 
 def share_rows(ranks: int) -> None:
     """Let each `ranks` neighbouring ranks share their rows, each with a part of the columns.
     Collective, after `init_process_group`; `ranks` divides the number of ranks. Until the first
     call no ranks share rows."""
-    if ranks not in _SEQUENCE_GROUPS and ranks > 1:
-        _SEQUENCE_GROUPS[ranks] = group_of(ranks)
+    if ranks not in _ROW_GROUPS and ranks > 1:
+        _ROW_GROUPS[ranks] = group_of(ranks)
     _SHARING[0] = ranks
 
 
-def sequence_ranks() -> int:
-    """Number of ranks that share their rows (`--sequence_parallel_size`)."""
+def ranks_of_row() -> int:
+    """Number of ranks that share their rows, each with a part of the columns; usually 1."""
     return _SHARING[0]
 
 
-def sequence_rank() -> int:
+def rank_in_row() -> int:
     """The number of this process among the ranks with which it shares its rows."""
-    return rank() % sequence_ranks()
+    return rank() % ranks_of_row()
 
 
-def sequence_group() -> Any:
+def row_group() -> Any:
     """The process group of the ranks with which this process shares its rows; only where these are
     several."""
-    return _SEQUENCE_GROUPS[sequence_ranks()]
+    return _ROW_GROUPS[ranks_of_row()]
 
 
 def data_ranks() -> int:
     """Number of ranks with rows that differ: of all ranks, or of their groups where ranks share
     rows."""
-    return world_size() // sequence_ranks()
+    return world_size() // ranks_of_row()
 
 
 def data_rank() -> int:
     """The number of this process's rows among those of `data_ranks`."""
-    return rank() // sequence_ranks()
+    return rank() // ranks_of_row()
 
 
 def device() -> torch.device:
@@ -89,7 +89,7 @@ def on_gpu() -> bool:
 def shutdown() -> None:
     """Leave the process group, if this process has joined one."""
     _SHARING[0] = 1
-    _SEQUENCE_GROUPS.clear()
+    _ROW_GROUPS.clear()
     if torch_dist.is_initialized():
         torch_dist.destroy_process_group()
 
@@ -150,14 +150,14 @@ def gather_together(values: Sequence[Tensor], group: Group | None = None) -> lis
 
 def gather_data_cat(value: Tensor) -> Tensor:
     """`gather_cat` of one rank of each group that shares rows, so that each row occurs once."""
-    return torch.cat(gather_cat(value).chunk(world_size())[:: sequence_ranks()])
+    return torch.cat(gather_cat(value).chunk(world_size())[:: ranks_of_row()])
 
 
-def gather_sequence_cat(value: Tensor) -> Tensor:
+def gather_row_cat(value: Tensor) -> Tensor:
     """`gather_cat` of the ranks with which this process shares its rows."""
-    if sequence_ranks() == 1:
+    if ranks_of_row() == 1:
         return value
-    return gather_cat(value, sequence_group())
+    return gather_cat(value, row_group())
 
 
 def broadcast(value: Tensor, source: int) -> Tensor:

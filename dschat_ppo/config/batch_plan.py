@@ -49,7 +49,7 @@ class PPOPlan:
     prompts: int  # prompts in the data
     world_size: int  # ranks
     warmup_rollouts: int = 0  # PPO steps at the start that train only the critic
-    shared: int = 1  # ranks that share their rows in updates (--sequence_parallel_size)
+    shared: int = 1  # ranks that share their rows in updates
     # PPO steps of the run, in place of --num_train_epochs; 0: by --num_train_epochs
     max_steps: int = 0
     on_gpu: bool = True

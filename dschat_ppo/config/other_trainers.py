@@ -107,7 +107,6 @@ THEIR_NAMES = {
     "offload_activations": "activation_offloading",
     "offload_optimizer": "adam_offload",
     "zero_hpz_partition_size": "zpg",
-    "sequence_parallel_size": "ring_attn_size",
     "inference_tp_size": "vllm_tensor_parallel_size",
     "sleep_in_rollout": (
         "vllm_enable_sleep_mode vllm_enable_sleep deepspeed_enable_sleep ds_enable_sleep"

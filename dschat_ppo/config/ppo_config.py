@@ -75,7 +75,7 @@ class PPOConfig(StepConfig):
         self._check_rewards()
         self._check_teacher()
         self._check_memory()
-        self._check_sequence_parallel()
+        self._check_rows_of_teachers()
         self._check_effects()
         super().__post_init__()
         if self.lora.share_base:
@@ -207,23 +207,13 @@ class PPOConfig(StepConfig):
                 f"--offload needs {stage_flags} 1, 2 or 3: stage 0 keeps everything on the device"
             )
 
-    def _check_sequence_parallel(self) -> None:
-        """Refuse what compares whole distributions where ranks share rows."""
-        ranks_of_row = self.memory.sequence_parallel_size
-        if ranks_of_row == 1:
-            return
-        if self.algorithm.kl_estimator == "full":
-            undivided = "--kl_estimator full"
-        elif self.algorithm.kl_loss_estimator == "full":
-            undivided = "--kl_loss_estimator full"
-        elif self.distill_loss_coef > 0:
-            undivided = "a divergence from a teacher"
-        else:
-            return
-        raise UserError(
-            f"--sequence_parallel_size {ranks_of_row}: {undivided} needs whole rows on a rank;"
-            " use 1"
-        )
+    def _check_rows_of_teachers(self) -> None:
+        """Refuse a divergence from a teacher where ranks share rows."""
+        if self.ranks_of_row > 1 and self.distill_loss_coef > 0:
+            raise UserError(
+                f"--sequence_parallel_size {self.ranks_of_row}: a divergence from a teacher needs"
+                " whole rows on a rank; use 1"
+            )
 
     def _check_effects(self) -> None:
         """Refuse flags that the rest of the configuration leaves without effect."""

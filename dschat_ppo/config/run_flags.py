@@ -344,37 +344,8 @@ class MemoryFlags:
         " FlashAttention, and on a CPU a compiled kernel (fp32: up to 256 tokens); eager: products"
         " and a softmax",
     )
-    sequence_parallel_size: int = positive(
-        1,
-        "number of neighbouring ranks that divide each sequence in scoring and training (Ulysses)."
-        " They share their rows, so a batch size per device counts for all of them together. The"
-        " number of ranks and that of the model's attention heads must be multiples of it; 1 = off",
-    )
     zero_hpz_partition_size: int = positive(
         1,
         "ZeRO++: number of ranks, usually those of one machine, that together hold a second copy of"
         " the weights for the backward pass; 1 = off (needs ZeRO stage 3)",
-    )
-
-
-def possible_sizes(ranks: int, heads: int | None = None) -> str:
-    """The values of `--sequence_parallel_size` that divide both numbers, as text; `heads` None: not
-    known yet."""
-    sizes = [
-        str(size)
-        for size in range(1, ranks + 1)
-        if ranks % size == 0 and (heads is None or heads % size == 0)
-    ]
-    if len(sizes) == 1:
-        return sizes[0]
-    return f"{', '.join(sizes[:-1])} or {sizes[-1]}"
-
-
-def check_sequence_parallel_size(flags: MemoryFlags, ranks: int) -> None:
-    """Check that groups of `--sequence_parallel_size` ranks make up all `ranks`."""
-    size = flags.sequence_parallel_size
-    require(
-        ranks % size == 0,
-        f"--sequence_parallel_size {size} does not divide the {ranks} ranks of this run; use"
-        f" {possible_sizes(ranks)}",
     )

@@ -109,6 +109,12 @@ class StepConfig(ABC):
         return flatten(self).get(name)
 
     @property
+    def ranks_of_row(self) -> int:
+        """Ranks that share the rows of a micro-batch; 1: each rank has its own."""
+        sizes = [ranks_of_row(self) for ranks_of_row in hooks("refusals.ranks_of_row")]
+        return max(sizes, default=1)
+
+    @property
     def groups(self) -> list[Any]:
         """All groups of flags."""
         names = [group.name for group in fields(self) if group.name != "features"]

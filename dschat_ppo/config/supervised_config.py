@@ -108,7 +108,7 @@ class SFTConfig(FitConfig):
     def __post_init__(self) -> None:
         teacher = self.teacher
         has_teacher = bool(teacher.teachers)
-        ranks_of_row = self.memory.sequence_parallel_size
+        ranks_of_row = self.ranks_of_row
         if has_teacher and ranks_of_row > 1:
             raise UserError(
                 f"--sequence_parallel_size {ranks_of_row}: a divergence from a teacher needs "

@@ -271,7 +271,7 @@ def _settings_of_flags(config: StepConfig, ranks: int) -> list[tuple[str, str, A
         (
             "train_batch_size",
             f"{micro} x --gradient_accumulation_steps x ranks",
-            flags[micro] * accumulation * ranks // config.memory.sequence_parallel_size,
+            flags[micro] * accumulation * ranks // config.ranks_of_row,
         ),
         ("optimizer.params.betas", "adam_beta1 and --adam_beta2", [run.adam_beta1, run.adam_beta2]),
         ("optimizer.params.eps", "adam_epsilon", run.adam_epsilon),

@@ -17,6 +17,7 @@ FEATURES = (
     "environments",
     "process_rewards",
     "router",
+    "sequence_parallel",
 )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -144,6 +144,26 @@ def real_slots(input_ids: Tensor, lengths: Tensor) -> Tensor:
     return torch.arange(input_ids.shape[1], device=input_ids.device) < lengths.unsqueeze(1)
 
 
+class RowRunner(Protocol):
+    """Runs the rows of a `PolicyModel` or `ScalarModel` in a way of its own. Collective."""
+
+    def token_scores(
+        self,
+        policy: Any,
+        input_ids: Tensor,
+        target_mask: Tensor,
+        temperature: float,
+        entropy_grad: bool,
+        forbidden: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies (N,); arguments as `PolicyModel.forward`."""
+        ...
+
+    def token_values(self, scalar: Any, input_ids: Tensor, lengths: Tensor) -> Tensor:
+        """The value of each token, (B, T); arguments as `ScalarModel.forward`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Layout:
     """What a forward pass does with its rows: `select_kernels` finds out what fits a model, flags
@@ -155,8 +175,7 @@ class Layout:
     packed: bool = False  # run rows end to end as one row, without padding
     shares: bool = False  # run the beginning that rows share once
     reads_few: bool = False  # run the last MLP only for tokens whose states are read
-    # ranks share the rows (`--sequence_parallel_size`), and each runs its part of the columns
-    divided: bool = False
+    runner: RowRunner | None = None  # of a feature, which runs the rows in place of the ways above
     attention: str = "auto"  # the value of `--attn_implementation`
     offload_activations: bool = False
 

@@ -12,36 +12,35 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dschat_ppo.common.dist import all_reduce, sequence_ranks, world_size
+from dschat_ppo.common.dist import all_reduce
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.on_policy import router_adds_noise
-from dschat_ppo.config.run_flags import MemoryFlags, possible_sizes
+from dschat_ppo.config.run_flags import MemoryFlags
+from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError, attempt, reading
+from dschat_ppo.features import hooks
 from dschat_ppo.models.activation_memory import last_mlp
 from dschat_ppo.models.architectures import (
     DROPOUTS,
-    MASK_IS_READ,
     backbone_of,
     classifier_class,
     config_for,
     lm_without_weights,
 )
-from dschat_ppo.models.backbone import accepts, hidden_window, of_any_rank, unfit, unwrap
+from dschat_ppo.models.backbone import hidden_window, of_any_rank, unfit, unwrap
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.packing import reason_not_to_pack, recorded_attention
 from dschat_ppo.models.state_layers import can_go_on, state_layers
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.types import Model
 
-ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 
-
-def check_long_sequences(flags: MemoryFlags, flag: str, folder: str, scalar: bool) -> None:
-    """Check, without loading weights, that a model suits the attention that is asked for and, with
-    sequence parallelism, that ranks can divide its rows.
+def check_attention(config: StepConfig, flag: str, folder: str, scalar: bool) -> None:
+    """Check, without loading weights, that a model suits the attention that is asked for and, where
+    ranks share rows, that they can divide its rows.
 
     Args:
-        flags: `--attn_implementation` and `--sequence_parallel_size` are read.
+        config: the flags.
         flag: the option that names the model, for messages.
         folder: the model's folder, which passed the other checks.
         scalar: build a classifier, for a reward model or a critic, instead of a language model.
@@ -49,18 +48,17 @@ def check_long_sequences(flags: MemoryFlags, flag: str, folder: str, scalar: boo
     Raises:
         UserError: the model does not suit the flags.
     """
-    choice = flags.attn_implementation
-    size = flags.sequence_parallel_size
-    if size == 1 and choice == "auto":
+    choice = config.memory.attn_implementation
+    if config.ranks_of_row == 1 and choice == "auto":
         return
     with reading(f"{flag} {folder}: no model can be built from its config.json"):
-        config = load_config(folder, flag)
+        model_config = load_config(folder, flag)
         with torch.device("meta"):
             if scalar:
-                model_class: Any = classifier_class(config)
-                backbone = model_class(config_for(model_class, config)).base_model
+                model_class: Any = classifier_class(model_config)
+                backbone = model_class(config_for(model_class, model_config)).base_model
             else:
-                backbone = backbone_of(lm_without_weights(config))
+                backbone = backbone_of(lm_without_weights(model_config))
     name = type(backbone).__name__
     reason = reason_against(choice, backbone)
     if reason is not None:
@@ -68,17 +66,8 @@ def check_long_sequences(flags: MemoryFlags, flag: str, folder: str, scalar: boo
             f"--attn_implementation {choice}: {flag} {folder}: {name} cannot use it, because"
             f" {reason}; use auto"
         )
-    if size > 1:
-        subject = f"--sequence_parallel_size {size}: {flag} {folder}: {name}"
-        reason = reason_not_to_divide(backbone)
-        if reason is not None:
-            raise UserError(f"{subject} cannot be divided, because {reason}; use 1")
-        heads = backbone.config.get_text_config().num_attention_heads
-        if heads % size:
-            raise UserError(
-                f"{subject} has {heads} attention heads, which the size must divide; with"
-                f" {world_size()} ranks use {possible_sizes(world_size(), heads)}"
-            )
+    for check_backbone in hooks("checks.check_backbone"):
+        check_backbone(config, backbone, f"{flag} {folder}")
 
 
 def reason_against(choice: str, backbone: PreTrainedModel) -> str | None:
@@ -90,32 +79,6 @@ def reason_against(choice: str, backbone: PreTrainedModel) -> str | None:
         return f"transformers does not let its attention, '{attention}', be replaced"
     if choice == "sdpa":
         return "it needs a soft cap or sinks, which SDPA does not have"
-    return None
-
-
-def reason_not_to_divide(backbone: PreTrainedModel) -> str | None:
-    """Why ranks cannot divide the columns of rows among them; None if they can, as far as the
-    configuration tells."""
-    config = backbone.config.get_text_config()
-    layers_with_states = state_layers(backbone)
-    if layers_with_states:
-        return f"its {type(layers_with_states[0]).__name__} carries a state from token to token"
-    if not backbone._supports_attention_backend:
-        return "transformers does not let its attention be replaced"
-    attention = backbone.config._attn_implementation
-    if attention not in ("sdpa", "eager"):
-        return f"its attention is '{attention}', and not 'sdpa' or 'eager'"
-    is_chunked = getattr(config, "attention_chunk_size", None) is not None
-    if is_chunked or config.model_type in MASK_IS_READ:
-        return "its attention needs a mask, which divided rows do not have"
-    if not accepts(backbone, "position_ids"):
-        return "it does not take the positions of tokens"
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    foreign_types = sorted(layer_types - ATTENTION_LAYERS)
-    if foreign_types:
-        return f"it has layers of the type {', '.join(foreign_types)}"
-    if not isinstance(config.num_attention_heads, int):
-        return "its layers differ in their numbers of attention heads"
     return None
 
 
@@ -158,7 +121,7 @@ def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
         Why rows are not packed; None if they are.
 
     Raises:
-        UserError: ranks share rows, and the model cannot run with a part of the columns on each.
+        UserError: a feature runs the rows (`RowRunner`), and cannot run those of this model.
     """
     module: Any = unwrap(engine)
     was_training = module.training
@@ -178,9 +141,8 @@ def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
         reason = "no kernel computes the attention of all of them in one call on this GPU"
     # Dropout and router noise would draw other numbers for fewer tokens.
     is_random = was_training and _draws_noise(module)
-    if sequence_ranks() > 1:
-        _divide(engine, module, ids)
-    elif not is_random:
+    has_runner = any(select(engine, module, ids) for select in hooks("row_runners.select"))
+    if not has_runner and not is_random:
         if reason is None and packing_is_quick:
             _select_shared(engine, module, ids)
         _select_read_tokens(engine, module, ids)
@@ -202,7 +164,7 @@ def _select_fused(engine: Model, policy: PolicyModel, ids: Tensor) -> None:
     error = ""
     if policy.layout.fused:
         _change_layout(policy, fused=False)
-        fused, from_logits, error = _compare_ways(engine, policy, ids, fused=True)
+        fused, from_logits, error = compare_ways(engine, policy, ids, fused=True)
         difference = _largest((fused - from_logits).abs().mean(dim=-1))
         _change_layout(policy, fused=difference < TOLERANCE[policy.lm.dtype])
     if not policy.layout.fused:
@@ -225,7 +187,7 @@ def _select_packed(
         Why rows are not packed, or None; and whether one call of the attention computed all rows.
     """
     with recorded_attention() as recorded:
-        packed, padded, error = _compare_ways(engine, module, ids, packed=True)
+        packed, padded, error = compare_ways(engine, module, ids, packed=True)
     needs_mask = not error and hidden_window(module.config, recorded.windows)
     changed = packed
     if not error:
@@ -303,8 +265,8 @@ def _keep_if_close(
     first_column: int = 0,
 ) -> None:
     """Switch a way of the layout on if it gives the numbers of the model without it."""
-    outputs, expected, error = _compare_ways(engine, module, ids, first_column, **{way: True})
-    _change_layout(module, **{way: _is_close(outputs, expected, module.backbone.dtype)})
+    outputs, expected, error = compare_ways(engine, module, ids, first_column, **{way: True})
+    _change_layout(module, **{way: is_close(outputs, expected, module.backbone.dtype)})
     if error:
         name = type(module.backbone).__name__
         logger().info(f"{name}: with {description} {error}, so it runs without")
@@ -321,35 +283,12 @@ def _draws_noise(module: PolicyModel | ScalarModel) -> bool:
     return has_layers or by_config or router_adds_noise(module.config.to_dict())
 
 
-def _divide(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> None:
-    """Let the ranks that share rows divide their columns.
-
-    Raises:
-        UserError: that does not give the numbers of whole rows.
-    """
-    with recorded_attention() as recorded:
-        divided, undivided, error = _compare_ways(engine, module, ids, divided=True)
-    is_close = _is_close(divided, undivided, module.backbone.dtype)
-    reason = None
-    if error:
-        reason = f"with divided rows {error}"
-    elif hidden_window(module.config, recorded.windows):
-        reason = "its sliding window is in its mask, which divided rows do not have"
-    elif not is_close:
-        reason = "divided rows do not give the numbers of whole rows"
-    if reason is not None:
-        name = type(module.backbone).__name__
-        raise UserError(
-            f"--sequence_parallel_size: {name} cannot be divided, because {reason}; use 1"
-        )
-
-
-def _compare_ways(
+def compare_ways(
     engine: Model,
     module: PolicyModel | ScalarModel,
     ids: Tensor,
     first_column: int = 0,
-    **ways: bool,
+    **ways: Any,
 ) -> tuple[Tensor, Tensor, str]:
     """Switch `ways` of the layout on, and leave them on.
 
@@ -380,7 +319,7 @@ def _largest(values: Tensor) -> float:
     return float(all_reduce(values.nan_to_num(torch.inf).max(), "max"))
 
 
-def _is_close(outputs: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+def is_close(outputs: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     """Whether log-probs, entropies or values (kinds, N), each kind by itself, are near on all
     ranks."""
     difference = (outputs - expected).abs().mean(dim=-1) / expected.std(dim=-1)

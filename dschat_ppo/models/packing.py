@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from dschat_ppo.common.dist import sequence_ranks
 from dschat_ppo.models.activation_memory import last_mlp_of_read_tokens
 from dschat_ppo.models.architectures import MASK_IS_READ
 from dschat_ppo.models.backbone import (
@@ -29,7 +28,7 @@ from dschat_ppo.models.backbone import (
     position_arguments,
     real_slots,
 )
-from dschat_ppo.models.micro_batches import Segments, are_uneven, lay_out
+from dschat_ppo.models.micro_batches import Segments, lay_out
 from dschat_ppo.models.pass_observers import observer_arguments, show_pass
 from dschat_ppo.models.segment_attention import (
     blockwise_attention,
@@ -38,16 +37,24 @@ from dschat_ppo.models.segment_attention import (
     suits_varlen,
     varlen_attention,
 )
-from dschat_ppo.models.sequence_parallel import (
-    columns_of_rank,
-    exchanged,
-    gathered_columns,
-    heads_of_rank,
-    rotary_of_whole_rows,
-)
 from dschat_ppo.models.state_layers import StateRows, state_layers
 
 NAME = "dschat_packed"
+
+
+class AttentionExchange(Protocol):
+    """What ranks that hold a part of the columns do around each attention."""
+
+    def before(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+    ) -> tuple[Any, Tensor, Tensor, Tensor, dict[str, Any]]:
+        """The arguments of a call of attention (b, heads, n, d), with all columns of some heads in
+        place of some columns of all heads. Collective."""
+        ...
+
+    def after(self, mixed: Tensor) -> Tensor:
+        """The outputs (b, T, heads, d), with some columns of all heads again. Collective."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -56,8 +63,8 @@ class ForwardPass:
 
     config: PretrainedConfig
     segments: Segments | None  # of the only row; None: rows are not packed
-    # ranks share the rows: the model gets this rank's columns; segments are those of whole rows
-    divided: bool = False
+    # around each attention: the model gets a part of the columns; segments are those of whole rows
+    exchange: AttentionExchange | None = None
     choice: str = "auto"  # the value of `--attn_implementation`
     attention: str | None = NAME  # its name in transformers; None: the model's own
     # layers, and what a call of each runs instead
@@ -129,8 +136,9 @@ def _segment_attention(
     if _RECORDED:
         _RECORDED[-1].windows[module.layer_idx] = sliding_window
     forward_pass = _RUNNING[-1]
-    if forward_pass.divided:
-        module, query, key, value, options = heads_of_rank(module, query, key, value, options)
+    exchange = forward_pass.exchange
+    if exchange is not None:
+        module, query, key, value, options = exchange.before(module, query, key, value, options)
     is_packed = forward_pass.segments is not None
     segments = forward_pass.segments or Segments([query.shape[2]])  # a padded row is one segment
     in_blocks = False
@@ -155,8 +163,8 @@ def _segment_attention(
             options,
             eager=forward_pass.choice == "eager",
         )
-    if forward_pass.divided:
-        mixed = exchanged(mixed)
+    if exchange is not None:
+        mixed = exchange.after(mixed)
     return mixed, None
 
 
@@ -244,74 +252,6 @@ def _layer_forwards(
             offsets = offsets.unique()
         forwards += last_mlp_of_read_tokens(backbone, offsets)
     return forwards
-
-
-@dataclass(frozen=True)
-class DividedRows:
-    """Rows that ranks share: how tensors (B, T) over their tokens are laid out, and divided by
-    columns."""
-
-    real: Tensor  # (B, T) bool: tokens whose states are read
-    # of the packed row, to which all real tokens are laid end to end; None: not packed
-    segments: Segments | None
-    width: int  # columns of the rows as laid out; these are padded to a multiple of the ranks
-
-    @classmethod
-    def of(cls, input_ids: Tensor, lengths: Tensor, packed: bool) -> DividedRows:
-        """Lay out right-padded `input_ids` (B, T) with `lengths` (B,): packed if asked for and rows
-        differ."""
-        real = real_slots(input_ids, lengths)
-        if not (packed and are_uneven(lengths)):
-            return cls(real, None, input_ids.shape[1])
-        width = int(lengths.sum())
-        segment_lengths = lengths.tolist()
-        filler = -width % sequence_ranks()
-        if filler:
-            segment_lengths.append(filler)
-        return cls(real, Segments(segment_lengths), width)
-
-    def laid_out(self, values: Tensor) -> Tensor:
-        """(B, T) -> (1, N) packed, or as it is."""
-        if self.segments is None:
-            return values
-        return values[self.real].unsqueeze(0)
-
-    def padded(self, values: Tensor) -> Tensor:
-        """(B, T) -> (b, ranks x n), laid out, with added columns that hold 0 or False."""
-        return torch.nn.functional.pad(self.laid_out(values), (0, -self.width % sequence_ranks()))
-
-    def columns_of_rank(self, values: Tensor) -> Tensor:
-        """(B, T) -> (b, n), laid out, this rank's columns."""
-        return columns_of_rank(self.padded(values))
-
-    def gathered(self, shard: Tensor) -> Tensor:
-        """(b, n, ...) of this rank's columns -> (b, width, ...) of all, laid out. Collective."""
-        return gathered_columns(shard)[:, : self.width]
-
-    def run(self, model: Any, input_ids: Tensor, choice: str = "auto") -> Any:
-        """The model's output for this rank's columns. A collective of the ranks that share the
-        rows."""
-        columns = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        all_positions = position_arguments(model, self.padded(columns))["position_ids"]
-        divided = ForwardPass(model.config, self.segments, divided=True, choice=choice)
-        with divided.running(), rotary_of_whole_rows(model, all_positions):
-            output = model(
-                input_ids=self.columns_of_rank(input_ids),
-                attention_mask=None,
-                use_cache=False,
-                **position_arguments(model, self.columns_of_rank(columns)),
-                **observer_arguments(),
-            )
-        show_pass(output, self.real, self.columns_of_rank)
-        return output
-
-    def values(self, shard: Tensor) -> Tensor:
-        """(b, n) fp32 of this rank's tokens -> (B, T) of all, 0 outside packed rows. Collective as
-        `run`."""
-        values = self.gathered(shard)
-        if self.segments is None:
-            return values
-        return values.new_zeros(self.real.shape).masked_scatter(self.real, values)
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -37,7 +37,7 @@ from dschat_ppo.models.backbone import (
     unwrap,
 )
 from dschat_ppo.models.fast_layers import use_fast_layers
-from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, padded_rows, token_states
+from dschat_ppo.models.packing import CHECKPOINTING, padded_rows, token_states
 from dschat_ppo.models.pass_observers import observer_arguments, show_pass
 from dschat_ppo.types import MinimumLength, Model, Rollout, chosen_columns, full_sequences
 
@@ -128,9 +128,9 @@ class PolicyModel(WrappedModel):
                 `compares_distributions`.
         """
         with activations_on_host(self.layout.offload_activations):
-            if self.layout.divided:
-                return self._divided_scores(
-                    input_ids, target_mask, temperature, entropy_grad, forbidden
+            if self.layout.runner is not None:
+                return self.layout.runner.token_scores(
+                    self, input_ids, target_mask, temperature, entropy_grad, forbidden
                 )
             if not self.layout.fused:
                 return self._plain_scores(
@@ -143,8 +143,8 @@ class PolicyModel(WrappedModel):
     @property
     def compares_distributions(self) -> bool:
         """Whether divergences between whole distributions can be computed: the head is a matrix
-        product, and each rank has whole rows."""
-        return self.layout.fused and not self.layout.divided
+        product, and this model runs its rows itself."""
+        return self.layout.fused and self.layout.runner is None
 
     def output_layer(self, hidden: Tensor) -> OutputLayer:
         """The head, and hidden states (N, H) that it takes."""
@@ -191,12 +191,12 @@ class PolicyModel(WrappedModel):
             self.backbone,
             self.layout,
             input_ids,
-            _lengths_read(target_mask),
+            lengths_read(target_mask),
             slots,
             self.layout.reads_few,
         )
         hidden = all_states[offsets]  # (N, H)
-        logprobs, entropy, *divergences = self._head_scores(
+        logprobs, entropy, *divergences = self.head_scores(
             hidden, tokens, temperature, entropy_grad, forbidden, teachings
         )
         if states:
@@ -227,55 +227,15 @@ class PolicyModel(WrappedModel):
                 **last_logits_argument(self.lm, count),
                 **observer_arguments(),
             )
-        show_pass(output, real_slots(input_ids, _lengths_read(target_mask)))
+        show_pass(output, real_slots(input_ids, lengths_read(target_mask)))
         logits = output.logits[:, -count:-1][predicts[:, first:]]  # (N, V)
         if forbidden is not None:
             mask, ids = forbidden
             logits = logits.float()
             forbid_(logits, (mask[:, 1:][predicts], ids))
-        return _scores(logits, tokens, temperature, entropy_grad)
+        return scores_of_logits(logits, tokens, temperature, entropy_grad)
 
-    def _divided_scores(
-        self,
-        input_ids: Tensor,
-        target_mask: Tensor,
-        temperature: float,
-        entropy_grad: bool,
-        forbidden: Forbidden | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies (N,) of the targets on every rank that shares the rows, each of
-        which runs its columns. Collective."""
-
-        def of_next_token(values: Tensor) -> Tensor:
-            """(B, T), at each token what the next one has; 0 or False at the last."""
-            return torch.nn.functional.pad(values[:, 1:], (0, 1))
-
-        predicts = of_next_token(target_mask)  # (B, T): tokens whose next one is a target
-        rows = DividedRows.of(input_ids, _lengths_read(target_mask), self.layout.packed)
-        rank_predicts = rows.columns_of_rank(predicts)  # (b, n)
-        tokens = rows.columns_of_rank(of_next_token(input_ids))[rank_predicts]
-        if forbidden is not None:
-            mask, ids = forbidden
-            forbidden = rows.columns_of_rank(of_next_token(mask))[rank_predicts], ids
-        if self.layout.fused:
-            output = rows.run(self.backbone, input_ids, self.layout.attention)
-            states = output.last_hidden_state[rank_predicts]
-            scores = self._head_scores(states, tokens, temperature, entropy_grad, forbidden)
-        else:
-            output = rows.run(self.lm, input_ids, self.layout.attention)
-            logits = output.logits[rank_predicts].float()
-            forbid_(logits, forbidden)
-            scores = _scores(logits, tokens, temperature, entropy_grad)
-        rank_scores = torch.stack(scores, dim=-1)  # (targets of this rank, 2)
-        in_columns = rank_scores.new_zeros((*rank_predicts.shape, 2))
-        in_columns = in_columns.masked_scatter(rank_predicts.unsqueeze(-1), rank_scores)
-        all_scores = rows.gathered(in_columns)[rows.laid_out(predicts)]  # (N, 2)
-        logprobs, entropy = all_scores.unbind(dim=-1)
-        if not entropy_grad:
-            entropy = entropy.detach()
-        return logprobs, entropy
-
-    def _head_scores(
+    def head_scores(
         self,
         states: Tensor,
         tokens: Tensor,
@@ -289,7 +249,7 @@ class PolicyModel(WrappedModel):
         head = self.lm.get_output_embeddings()
 
         def scores(hidden: Tensor) -> tuple[Tensor, ...]:
-            """The outputs of `_head_scores`, while the weight of the head is whole."""
+            """The outputs of `head_scores`, while the weight of the head is whole."""
             layer = OutputLayer(hidden, head.weight, head.bias, self._head)
             logprobs, entropy = fused_token_scores(
                 layer, tokens, temperature, entropy_grad, forbidden=forbidden
@@ -329,14 +289,14 @@ def _divergence(
     return zeros.index_add(0, teaching.tokens, divergence)
 
 
-def _lengths_read(target_mask: Tensor) -> Tensor:
+def lengths_read(target_mask: Tensor) -> Tensor:
     """(B,) int64: the tokens of each row up to the one whose state predicts the last target, at
     least 1."""
     columns = torch.arange(target_mask.shape[1], device=target_mask.device)
     return torch.where(target_mask, columns, 0).amax(dim=1).clamp_min(1)
 
 
-def _scores(
+def scores_of_logits(
     logits: Tensor, tokens: Tensor, temperature: float, entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of `tokens` (N,), and entropies (N,), from logits (N, V)."""
@@ -387,20 +347,17 @@ class ScalarModel(WrappedModel):
                 slots = slots[read_mask]
             elif last_only:
                 slots = slots.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
-            if self.layout.divided:
-                rows = DividedRows.of(input_ids, lengths, self.layout.packed)
-                output = rows.run(self.backbone, input_ids, self.layout.attention)
-                values = rows.values(self._head(output.last_hidden_state))
-                return values.flatten()[slots]
+            if self.layout.runner is not None:
+                return self.layout.runner.token_values(self, input_ids, lengths).flatten()[slots]
             reads_few = self.layout.reads_few and (read_mask is not None or last_only)
             states, offsets = token_states(
                 self.backbone, self.layout, input_ids, lengths, slots, reads_few
             )
             if offsets.dim() == 1:
-                return self._head(states[offsets])
-            return self._head(states)[offsets]
+                return self.head_values(states[offsets])
+            return self.head_values(states)[offsets]
 
-    def _head(self, states: Tensor) -> Tensor:
+    def head_values(self, states: Tensor) -> Tensor:
         """(..., H) -> (...) fp32."""
         head = self.classifier.score
         return head(states.to(head.weight.dtype)).squeeze(-1).float()  # Mamba's states are in fp32

@@ -133,7 +133,7 @@ def supervised_batch(config: StepConfig, ranks: int, on_gpu: bool) -> tuple[int,
     """(tokens of a pass on a rank, passes of an update) of steps 1 and 2. A pair takes two rows. On
     a CPU a micro-batch runs in several passes (`supervised/passes.py`)."""
     fit = config.training
-    shared = config.memory.sequence_parallel_size
+    shared = config.ranks_of_row
     sample_tokens = fit.max_seq_len
     if config.step_data.use == "preference":
         sample_tokens = 2 * fit.max_seq_len

@@ -151,9 +151,7 @@ def plan_step(
     if isinstance(config, PPOConfig):
         # the data are not read, so how long the run is is not known
         steps = config.schedule.max_steps or 1
-        plan = plan_ppo(
-            config.ppo, MANY_PROMPTS, ranks, 0, config.memory.sequence_parallel_size, steps, on_gpu
-        )
+        plan = plan_ppo(config.ppo, MANY_PROMPTS, ranks, 0, config.ranks_of_row, steps, on_gpu)
         tokens, micro_batches = ppo_batch(plan)
         rollout, rows = rollout_phase(config, plan, roles, model_configs["actor"], tensor_memory)
         phases += [rollout, scoring_phase(config, roles, tokens)]

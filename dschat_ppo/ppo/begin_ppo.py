@@ -28,7 +28,7 @@ from dschat_ppo.engine.tensor_parallel import check_tensor_parallel, reason_not_
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.features import hooks
 from dschat_ppo.models.adapters import adapter_settings
-from dschat_ppo.models.kernel_selection import check_long_sequences
+from dschat_ppo.models.kernel_selection import check_attention
 from dschat_ppo.models.loading import check_sequence_classifier, load_config, require_length
 from dschat_ppo.models.model_folders import base_folder, is_adapter_folder, model_folder, with_bases
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer, read_tokenizer
@@ -95,7 +95,7 @@ def check_models(
             resize = config.run.resize_vocabulary
             check_vocabulary(tokenizer, critic_config, flag, folders.critic, True, resize)
             require_length(folders.critic, longest, LIMITS)
-        check_long_sequences(config.memory, flag, folders.critic, scalar=True)
+        check_attention(config, flag, folders.critic, scalar=True)
     if folders.reward is not None:
         _check_reward_model(config, folders.reward, tokenizer, longest)
     if config.lora.share_base:
@@ -149,7 +149,7 @@ def _check_reward_model(
     flag, _ = config.models["reward"]
     with naming(flag):
         check_sequence_classifier(folder, new_head=False)
-    check_long_sequences(config.memory, flag, folder, scalar=True)
+    check_attention(config, flag, folder, scalar=True)
     model_config = load_config(folder, flag)
     if config.algorithm.normalize_rewards == "model":
         saved_statistics(model_config, folder)
@@ -248,7 +248,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
         len(rows.train),
         dist.world_size(),
         config.algorithm.critic_warmup_rollouts,
-        config.memory.sequence_parallel_size,
+        config.ranks_of_row,
         config.schedule.max_steps,
         dist.on_gpu(),
     )

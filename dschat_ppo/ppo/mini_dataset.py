@@ -131,7 +131,7 @@ def gather_rows(rows: Forwarded, of_group: bool = False) -> Forwarded:
     do."""
     group = None
     if of_group:
-        group = dist.sequence_group()
+        group = dist.row_group()
     widths = torch.tensor(
         [rows.prompt_ids.shape[1], rows.response_ids.shape[1]], device=rows.prompt_ids.device
     )
@@ -168,4 +168,4 @@ class TextBatches:
             batches.append(to_device(batch, self.device))
         counts = torch.stack([batch.loss_mask.sum() for batch in batches])
         # ranks that share rows have the same blocks
-        return batches, dist.all_reduce(counts.sum()) // dist.sequence_ranks()
+        return batches, dist.all_reduce(counts.sum()) // dist.ranks_of_row()

@@ -120,7 +120,7 @@ class ForwardPasses:
         """B rows with the numbers of one forward pass of each model, in eval mode from here on.
 
         Collective; ranks with fewer micro-batches run their last one again. Ranks that share rows
-        (`--sequence_parallel_size`) run those of all of them together.
+        run those of all of them together.
 
         Args:
             rollout: B rows.
@@ -142,7 +142,7 @@ class ForwardPasses:
         )
         if teachers is not None:
             batch = with_columns(batch, {"teachers": teachers})
-        if dist.sequence_ranks() > 1:
+        if dist.ranks_of_row() > 1:
             batch = gather_rows(batch, of_group=True)
         prompts = None
         if share_prompts(self.actor, self.reference, self.critic):
@@ -155,7 +155,7 @@ class ForwardPasses:
             results.append(self._micro_batch(select_rows(batch, row_indices)))
             report_phase(len(results), len(micro_batches), "batches")
         order = torch.argsort(torch.cat(micro_batches[:count]))  # the order of the rollout
-        rank_rows = order.chunk(dist.sequence_ranks())[dist.sequence_rank()]
+        rank_rows = order.chunk(dist.ranks_of_row())[dist.rank_in_row()]
         return select_rows(concat_rows(results[:count]), rank_rows)
 
     def _micro_batch(self, rows: ForwardedRollout) -> ForwardedRollout:

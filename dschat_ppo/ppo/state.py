@@ -68,7 +68,7 @@ class PPOState:
             self.experience = replace(self.experience, old_logprobs=old_logprobs)
         for sums in outcome.sums:
             # ranks that share rows count each of them once
-            self.sums.merge(sums.scaled(1 / dist.sequence_ranks()))
+            self.sums.merge(sums.scaled(1 / dist.ranks_of_row()))
         device = dist.device()
         # every rank knows the norm; only one counts it
         once = torch.tensor([dist.is_main()], device=device)

@@ -63,7 +63,7 @@ class RecordedTokens:
             all_tokens[row_indices, columns] = torch.where(
                 micro_batch.response_mask, tokens, all_tokens[row_indices, columns]
             )
-        if dist.sequence_rank() > 0:  # another rank has recorded the same rows
+        if dist.rank_in_row() > 0:  # another rank has recorded the same rows
             all_tokens.zero_()
         return dist.all_reduce(all_tokens).to(rows.response_mask.device)
 

@@ -193,16 +193,16 @@ def scores_in_batches(
     mask = None  # (B, T)
     if scoring is not None:
         mask = scoring.mask(responses, input_ids, lengths)
-    if dist.sequence_ranks() > 1:  # these ranks score their rows together
+    if dist.ranks_of_row() > 1:  # these ranks score their rows together
         longest = int(dist.all_reduce(lengths.max(), "max"))
 
         def rows_of_all_ranks(rows: Tensor) -> Tensor:
             rows = rows[:, :longest]
             padded = torch.nn.functional.pad(rows, (0, longest - rows.shape[1]))
-            return dist.gather_sequence_cat(padded)
+            return dist.gather_row_cat(padded)
 
         input_ids = rows_of_all_ranks(input_ids)
-        lengths = dist.gather_sequence_cat(lengths)
+        lengths = dist.gather_row_cat(lengths)
         if mask is not None:
             mask = rows_of_all_ranks(mask)
     scores = torch.empty(len(lengths), device=input_ids.device)
@@ -217,7 +217,7 @@ def scores_in_batches(
         else:
             values = engine(input_ids[rows, :width], lengths[rows])  # (b, width)
             scores[rows] = scoring.reduce(values, mask[rows, :width])
-    return scores.chunk(dist.sequence_ranks())[dist.sequence_rank()]
+    return scores.chunk(dist.ranks_of_row())[dist.rank_in_row()]
 
 
 def saved_entries() -> tuple[str, ...]:

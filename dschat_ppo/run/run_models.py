@@ -10,7 +10,7 @@ from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.adapters import AdapterSettings
-from dschat_ppo.models.kernel_selection import check_long_sequences
+from dschat_ppo.models.kernel_selection import check_attention
 from dschat_ppo.models.loading import check_causal_lm, load_config, require_length
 from dschat_ppo.models.tokenizers import read_tokenizer
 from dschat_ppo.models.vocabulary import check_vocabulary
@@ -34,7 +34,7 @@ def check_language_model(
     with naming(flag):
         check_causal_lm(folder, adapter)
     require_length(folder, longest, limits)
-    check_long_sequences(config.memory, flag, folder, scalar=False)
+    check_attention(config, flag, folder, scalar=False)
     return model_config
 
 

@@ -24,10 +24,11 @@ from dschat_ppo.common import dist, stop_requests
 from dschat_ppo.common.logging import logger, quiet_libraries
 from dschat_ppo.common.paths import VALIDATION, shown_path
 from dschat_ppo.common.seeding import seed_everything, set_deterministic
-from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags, check_sequence_parallel_size
+from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags
 from dschat_ppo.config.step_config import StepConfig, flatten
 from dschat_ppo.cpu_kernels.operations import kernels
 from dschat_ppo.errors import StopRequested, UserError, counted, nearest_path
+from dschat_ppo.features import hooks
 from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.monitor.step_trace import StepTrace
 from dschat_ppo.monitor.trackers import Tracking, require_trackers
@@ -53,14 +54,15 @@ def join_ranks(config: StepConfig) -> None:
     folder = folder_of(config)
     refuse_model_folders(folder, [name for _, name in config.models.values()])
     quiet_libraries()
-    check_sequence_parallel_size(config.memory, dist.world_size())
+    for check_ranks in hooks("refusals.check_ranks"):
+        check_ranks(config, dist.world_size())
     if run.dry_run:
         return
     set_deterministic(run.deterministic)  # before anything runs on a GPU
     lock_folder(folder)
     init_process_group(run.folder)
     watchdog.start(config.safety.collective_timeout)
-    dist.share_rows(config.memory.sequence_parallel_size)
+    dist.share_rows(config.ranks_of_row)
     check_shared_folder(folder)
     open_log(folder)
 

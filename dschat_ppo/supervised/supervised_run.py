@@ -30,7 +30,7 @@ from dschat_ppo.engine.ds_config import Config, require_agreement
 from dschat_ppo.errors import StorageError, UserError, counted
 from dschat_ppo.features import hooks
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
-from dschat_ppo.models.kernel_selection import check_long_sequences
+from dschat_ppo.models.kernel_selection import check_attention
 from dschat_ppo.models.loading import check_sequence_classifier, load_config, require_length
 from dschat_ppo.models.model_folders import base_folder, model_folder, with_bases
 from dschat_ppo.models.tokenizers import load_tokenizer
@@ -104,9 +104,7 @@ def begin_supervised_run(config: FitConfig, name: str, title: str) -> Supervised
     packing = None
     if fit.packing:
         packing = plan_packing(rows.train, fit.max_seq_len)
-    plan = plan_batches(
-        fit, rows.train, packing, config.schedule.max_steps, config.memory.sequence_parallel_size
-    )
+    plan = plan_batches(fit, rows.train, packing, config.schedule.max_steps, config.ranks_of_row)
     session = None
     if fit.validate_only:
         end_dry_run(config.run, config.safety.resume, None)
@@ -155,7 +153,7 @@ def _check_model(
         with naming(MODEL):
             check_sequence_classifier(folder, True, adapter)
         require_length(folder, fit.max_seq_len, LIMIT)
-        check_long_sequences(config.memory, MODEL, folder, scalar=True)
+        check_attention(config, MODEL, folder, scalar=True)
     else:
         model_config = check_language_model(
             config, MODEL, folder, tokenizer, fit.max_seq_len, LIMIT, adapter

@@ -86,7 +86,7 @@ class SupervisedTrainer(Generic[Batch]):
         if fit.packing:
             self.packing = plan_packing(rows.train, fit.max_seq_len)
         self.plan = plan_batches(
-            fit, rows.train, self.packing, config.schedule.max_steps, dist.sequence_ranks()
+            fit, rows.train, self.packing, config.schedule.max_steps, dist.ranks_of_row()
         )
         self.passes = passes_for(rows.train, fit.max_seq_len)
         self.objective = objective
@@ -276,7 +276,7 @@ class SupervisedTrainer(Generic[Batch]):
             batches = objective.complete(self.engine, batches)
         counts = torch.stack([objective.counts(batch) for batch in batches]).sum(dim=0)
         # of all ranks, each row once
-        units, samples, tokens = (dist.all_reduce(counts) // dist.sequence_ranks()).unbind()
+        units, samples, tokens = (dist.all_reduce(counts) // dist.ranks_of_row()).unbind()
         units = units.clamp_min(1)
         constants = {"total": units, "rows": micro_batches}
         result, sums = self._update(batches, constants)

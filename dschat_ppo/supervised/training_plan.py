@@ -25,7 +25,7 @@ class SupervisedPlan:
     world_size: int  # ranks
     tokens: int | None = None  # of all samples, prompts and answers; of a stream, as its first rows
     packing: PackingPlan | None = None
-    shared: int = 1  # ranks that share their rows (--sequence_parallel_size)
+    shared: int = 1  # ranks that share their rows
     # optimizer steps of the run, in place of --num_train_epochs; 0: by --num_train_epochs
     max_steps: int = 0
 

@@ -63,7 +63,7 @@ def test_sums_of_integers_draw_the_same_tokens(sampling):
 def test_ranks_that_share_rows_have_one_number_of_data(monkeypatch):
     monkeypatch.setenv("RANK", "6")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert (dist.sequence_ranks(), dist.sequence_rank(), dist.data_ranks(), dist.data_rank()) == (
+    assert (dist.ranks_of_row(), dist.rank_in_row(), dist.data_ranks(), dist.data_rank()) == (
         1,
         0,
         8,
@@ -81,13 +81,13 @@ def test_ranks_that_share_rows_have_one_number_of_data(monkeypatch):
     try:
         dist.share_rows(2)
         assert (
-            dist.sequence_ranks(),
-            dist.sequence_rank(),
+            dist.ranks_of_row(),
+            dist.rank_in_row(),
             dist.data_ranks(),
             dist.data_rank(),
         ) == (2, 0, 4, 3)
         assert made == [[0, 1], [2, 3], [4, 5], [6, 7]]
-        assert dist.sequence_group() == "[6, 7]"
+        assert dist.row_group() == "[6, 7]"
         monkeypatch.setattr(dist, "gather_cat", lambda value: torch.arange(16))
         assert dist.gather_data_cat(torch.empty(2)).tolist() == [0, 1, 4, 5, 8, 9, 12, 13]
         dist.share_rows(1)

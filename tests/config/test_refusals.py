@@ -7,7 +7,6 @@ from command_lines import NEEDED, config_of, noted, read
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.on_policy import describe, old_logprobs_source
-from dschat_ppo.config.run_flags import MemoryFlags, check_sequence_parallel_size, possible_sizes
 from dschat_ppo.errors import UserError
 
 GRPO = "--advantage_estimator grpo --n_samples_per_prompt 2"
@@ -573,20 +572,6 @@ def test_lora_flags_that_ask_for_something_need_a_rank_and_quantised_weights_are
     words = [RANK[step], "8", "--resize_vocabulary"]
     read(step, *words)
     assert refused(step, *words, "--only_optimize_lora").startswith("--resize_vocabulary adds rows")
-
-
-def test_the_size_of_sequence_parallelism_divides_the_ranks():
-    check_sequence_parallel_size(MemoryFlags(sequence_parallel_size=2), 4)
-    with pytest.raises(
-        UserError, match=r"--sequence_parallel_size 3 does not divide the 4 ranks .* use 1, 2 or 4$"
-    ):
-        check_sequence_parallel_size(MemoryFlags(sequence_parallel_size=3), 4)
-    assert [possible_sizes(*of) for of in ((1,), (2,), (12, 16), (3, 4))] == [
-        "1",
-        "1 or 2",
-        "1, 2 or 4",
-        "1",
-    ]
 
 
 @pytest.mark.parametrize(

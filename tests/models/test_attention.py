@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
+from command_lines import config_of
 from rows_alone import model_of, rollout
 from tiny_models import KINDS, new_model
 from torch.nn.functional import scaled_dot_product_attention
@@ -22,7 +23,7 @@ from dschat_ppo.models.architectures import backbone_of
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.kernel_selection import (
     apply_memory_flags,
-    check_long_sequences,
+    check_attention,
     reason_against,
     select_kernels,
 )
@@ -357,9 +358,8 @@ def test_models_that_a_choice_does_not_suit_are_refused_by_name(tmp_path, kind, 
         rf" .*{reason}"
     )
     with pytest.raises(UserError, match=begins):
-        check_long_sequences(
-            MemoryFlags(attn_implementation=choice), "--model", str(tmp_path), False
-        )
+        config = config_of("sft", "--attn_implementation", choice)
+        check_attention(config, "--model", str(tmp_path), False)
 
 
 def test_the_models_own_attention_is_always_allowed():

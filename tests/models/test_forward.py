@@ -1,13 +1,11 @@
 """Log-probs, entropies, values and gradients in every layout of rows, compared with each row alone;
-arguments of forward passes, the division of rows into micro-batches, and which models suit
-`--sequence_parallel_size`."""
+arguments of forward passes, and the division of rows into micro-batches."""
 
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 from rows_alone import (
     ANSWERS,
     FAMILIES,
@@ -21,15 +19,11 @@ from rows_alone import (
     values_alone,
 )
 from tiny_models import HYBRIDS as OF_GENERATION
-from tiny_models import KINDS, POSITIONS, VOCABULARY, new_model
+from tiny_models import POSITIONS, VOCABULARY, new_model
 
 from dschat_ppo.algorithms.divergence import Divergence, dense_divergence
-from dschat_ppo.config.run_flags import MemoryFlags
-from dschat_ppo.errors import UserError
 from dschat_ppo.models import backbone
-from dschat_ppo.models.architectures import backbone_of
 from dschat_ppo.models.backbone import Layout, hidden_window
-from dschat_ppo.models.kernel_selection import check_long_sequences, reason_not_to_divide
 from dschat_ppo.models.micro_batches import RowPrompts, deal, split_by_tokens
 from dschat_ppo.models.wrapped_models import (
     PolicyModel,
@@ -481,66 +475,3 @@ def test_ranks_divide_groups_where_that_evens_their_tokens():
     # none above the 530 tokens of the longest row
     lengths, prompts = prompts_of((30, [0, 0, 500, 0]))
     assert [part.tolist() for part in deal(lengths, 4, prompts)] == [[0, 1], [2], [3], []]
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """`folder(kind, **changes)`: a folder with a configuration alone, on four ranks."""
-    monkeypatch.setenv("WORLD_SIZE", "4")
-
-    def make(kind: str, **changes) -> str:
-        _, config, settings = KINDS[kind]
-        getattr(transformers, config)(**{**settings, **changes}).save_pretrained(tmp_path)
-        return str(tmp_path)
-
-    return make
-
-
-def refusal(folder: str, scalar: bool = False, **flags) -> str:
-    with pytest.raises(UserError) as raised:
-        check_long_sequences(MemoryFlags(**flags), "--model", folder, scalar)
-    return str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        ("bloom", "transformers does not let its attention be replaced"),
-        ("mamba", "its MambaMixer carries a state"),
-        ("lfm2", "its Lfm2ShortConv carries a state"),
-        ("qwen3.5", "its Qwen3_5GatedDeltaNet carries a state"),
-    ],
-)
-def test_models_that_cannot_be_divided_are_refused_by_name(folder, kind, reason):
-    found = refusal(folder(kind), sequence_parallel_size=2)
-    assert found.startswith(f"--sequence_parallel_size 2: --model {folder(kind)}: ")
-    assert reason in found
-    assert type(backbone_of(new_model(kind))).__name__ in found
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        (
-            {"layer_types": ["chunked_attention", "full_attention"]},
-            "layers of the type chunked_attention",
-        ),
-        ({"attention_chunk_size": 8}, "its attention needs a mask"),
-        ({"num_attention_heads": [4, 2]}, "differ in their numbers of attention heads"),
-    ],
-)
-def test_settings_that_need_whole_rows(changes, reason):
-    backbone = new_model("llama").model
-    assert reason_not_to_divide(backbone) is None
-    for name, value in changes.items():
-        backbone.config.__dict__[name] = value
-    assert reason in reason_not_to_divide(backbone)
-
-
-def test_the_size_divides_the_heads(folder):
-    found = refusal(
-        folder("llama", num_attention_heads=2, num_key_value_heads=1), sequence_parallel_size=4
-    )
-    assert found.endswith(
-        "has 2 attention heads, which the size must divide; with 4 ranks use 1 or 2"
-    )

@@ -229,7 +229,7 @@ def test_numbers_of_the_parts_of_two_ranks_add_up(monkeypatch):
     assert torch.equal(recorded.gathered(rows), rows.values), (
         "a row that fills a share keeps its numbers"
     )
-    monkeypatch.setattr(dist, "sequence_rank", lambda: 1)
+    monkeypatch.setattr(dist, "rank_in_row", lambda: 1)
     assert not recorded.gathered(rows).any(), "ranks that share rows count them once"
 
 

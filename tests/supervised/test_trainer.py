@@ -201,7 +201,7 @@ def test_ranks_that_share_rows_count_each_row_once(tmp_path, monkeypatch):
         trainer = make(config_of(folder, "--max_steps", "2"), Seen())
         shared = {
             "all_reduce": lambda counts, ranks=ranks: ranks * counts,
-            "sequence_ranks": lambda ranks=ranks: ranks,
+            "ranks_of_row": lambda ranks=ranks: ranks,
         }
         monkeypatch.setattr(trainer_module, "dist", SimpleNamespace(**{**vars(dist), **shared}))
         folder.mkdir()

@@ -9,6 +9,7 @@ from tiny_models import VOCABULARY, new_model
 
 from dschat_ppo.common import dist
 from dschat_ppo.errors import UserError
+from dschat_ppo.features.sequence_parallel.row_runners import DIVIDED
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
@@ -69,7 +70,9 @@ def against_whole_rows(
     for divided in (False, True):
         model.zero_grad()
         model.layout = replace(
-            model.layout, divided=divided, attention=choice if divided else "auto"
+            model.layout,
+            runner=DIVIDED if divided else None,
+            attention=choice if divided else "auto",
         )
         if scalar:
             outputs = model(ids, lengths)[wanted].unsqueeze(0)

@@ -216,7 +216,7 @@ def supervised(
         trained = load_trained_model(model, config, ds_config)
         objective = OBJECTIVES[task].build(0, dist.device(), config)
     fit = SupervisedTrainer(trained, ds_config, rows, objective, config)
-    assert trained.layout.divided == (dist.sequence_ranks() > 1)
+    assert (trained.layout.runner is not None) == (dist.ranks_of_row() > 1)
     if packed is not None:
         trained.layout = replace(trained.layout, packed=packed)
     if "--zero_hpz_partition_size" in words:
@@ -301,7 +301,7 @@ def ppo(
         *parts.engines.teachers,
     ):
         if engine is not None and packed is not None:
-            assert engine.module.layout.divided == (dist.sequence_ranks() > 1)
+            assert (engine.module.layout.runner is not None) == (dist.ranks_of_row() > 1)
             engine.module.layout = replace(engine.module.layout, packed=packed)
     mine = torch.arange(16).view(dist.world_size(), -1)[dist.rank()]
     rows = select_rows(stored_rollout(assets, refill), mine)

@@ -29,7 +29,7 @@ def ppo_of(config: PPOConfig, prompts: Dataset, device: torch.device) -> PPOComp
         len(prompts),
         dist.world_size(),
         config.algorithm.critic_warmup_rollouts,
-        dist.sequence_ranks(),
+        dist.ranks_of_row(),
     )
     names = {role: folder for role, (_, folder) in config.models.items()}
     teachers = tuple(names[role] for role in config.teacher.models)

@@ -80,7 +80,7 @@ def group_timeouts() -> None:
     dist.share_rows(2)
     used = {
         "zero": groups._get_data_parallel_group(),
-        "rows": dist.sequence_group(),
+        "rows": dist.row_group(),
         "all": torch_dist.group.WORLD,
     }
     get_accelerator().device_count = dist.world_size  # as on a machine with a GPU for each rank

@@ -24,14 +24,14 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
-from dschat_ppo.common.dist import sequence_group, sequence_rank, sequence_ranks
+from dschat_ppo.common.dist import rank_in_row, ranks_of_row, row_group
 
 OF_HEADS = ("s_aux",)  # attention options with one entry for each head
 
 
 def columns_of_rank(rows: Tensor) -> Tensor:
     """(b, ranks x n, ...) -> (b, n, ...): the columns of this rank."""
-    return rows.chunk(sequence_ranks(), dim=1)[sequence_rank()]
+    return rows.chunk(ranks_of_row(), dim=1)[rank_in_row()]
 
 
 def gathered_columns(shard: Tensor) -> Tensor:
@@ -47,8 +47,8 @@ class _GatherColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor) -> Tensor:
-        shards = [torch.empty_like(shard) for _ in range(sequence_ranks())]
-        torch_dist.all_gather(shards, shard.contiguous(), group=sequence_group())
+        shards = [torch.empty_like(shard) for _ in range(ranks_of_row())]
+        torch_dist.all_gather(shards, shard.contiguous(), group=row_group())
         return torch.cat(shards, dim=1)
 
     @staticmethod
@@ -74,9 +74,9 @@ class _Exchange(torch.autograd.Function):
 def _exchanged(value: Tensor, divided: int, joined: int) -> Tensor:
     """The chunks that all ranks send to this one: each rank sends its chunk of dimension `divided`
     to each other rank, and joins what it receives along dimension `joined`."""
-    sent = torch.stack(value.chunk(sequence_ranks(), dim=divided))  # (ranks, ...)
+    sent = torch.stack(value.chunk(ranks_of_row(), dim=divided))  # (ranks, ...)
     received = torch.empty_like(sent)
-    torch_dist.all_to_all_single(received, sent, group=sequence_group())
+    torch_dist.all_to_all_single(received, sent, group=row_group())
     return torch.cat(received.unbind(), dim=joined)
 
 
@@ -132,7 +132,7 @@ def heads_of_rank(
         The attributes of the layer that the function reads; `exchanged` query, key and value; the
         options, with this rank's share of those that have an entry for each head.
     """
-    repeats = math.lcm(key.shape[1], sequence_ranks()) // key.shape[1]
+    repeats = math.lcm(key.shape[1], ranks_of_row()) // key.shape[1]
     if repeats > 1:
         key = key.repeat_interleave(repeats, dim=1)
         value = value.repeat_interleave(repeats, dim=1)
@@ -145,7 +145,7 @@ def heads_of_rank(
         training=module.training,
     )
     of_heads = {
-        name: options[name].chunk(sequence_ranks())[sequence_rank()]
+        name: options[name].chunk(ranks_of_row())[rank_in_row()]
         for name in OF_HEADS
         if options.get(name) is not None
     }

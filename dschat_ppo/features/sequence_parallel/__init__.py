@@ -1,0 +1,1 @@
+"""Ulysses sequence parallelism: neighbouring ranks divide each sequence among them."""

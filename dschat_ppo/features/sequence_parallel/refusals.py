@@ -1,0 +1,53 @@
+"""Flags that do not fit `--sequence_parallel_size`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dschat_ppo.config.step_config import StepConfig
+from dschat_ppo.errors import UserError
+from dschat_ppo.features.sequence_parallel.flags import SequenceParallelFlags
+
+
+def ranks_of_row(config: StepConfig) -> int:
+    """Ranks that share the rows of a micro-batch."""
+    return config.of(SequenceParallelFlags).sequence_parallel_size
+
+
+def refuse(config: Any) -> None:
+    """Refuse what compares whole distributions where ranks share rows."""
+    size = ranks_of_row(config)
+    if size == 1 or config.kind != "ppo":
+        return
+    algorithm = config.algorithm
+    for flag, estimator in (
+        ("--kl_estimator", algorithm.kl_estimator),
+        ("--kl_loss_estimator", algorithm.kl_loss_estimator),
+    ):
+        if estimator == "full":
+            raise UserError(
+                f"--sequence_parallel_size {size}: {flag} full needs whole rows on a rank; use 1"
+            )
+
+
+def check_ranks(config: StepConfig, ranks: int) -> None:
+    """Refuse groups of ranks that do not make up all `ranks`."""
+    size = ranks_of_row(config)
+    if ranks % size:
+        raise UserError(
+            f"--sequence_parallel_size {size} does not divide the {ranks} ranks of this run; use"
+            f" {possible_sizes(ranks)}"
+        )
+
+
+def possible_sizes(ranks: int, heads: int | None = None) -> str:
+    """The values of `--sequence_parallel_size` that divide both numbers, as text; `heads` None: not
+    known yet."""
+    sizes = [
+        str(size)
+        for size in range(1, ranks + 1)
+        if ranks % size == 0 and (heads is None or heads % size == 0)
+    ]
+    if len(sizes) == 1:
+        return sizes[0]
+    return f"{', '.join(sizes[:-1])} or {sizes[-1]}"
