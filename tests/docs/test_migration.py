@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 from bash_blocks import ROOT, blocks_of
-from config.command_lines import NEEDED
+from command_lines import NEEDED
 from config.deepspeed_chat_flags import DEEPSPEED_CHAT
 from config.deepspeed_chat_scripts import GENERATION_BATCHES, REFUSED, SCRIPTS
 from fixed_dtype import REAL_DEFAULT

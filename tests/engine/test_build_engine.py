@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from config.command_lines import NEEDED
+from command_lines import NEEDED
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from launch import forked, succeed
 from one_rank import one_rank  # noqa: F401

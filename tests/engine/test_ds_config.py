@@ -8,7 +8,7 @@ from pathlib import Path
 import deepspeed
 import pytest
 import torch
-from config.command_lines import NEEDED
+from command_lines import NEEDED
 from deepspeed import DeepSpeedConfig
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from one_rank import one_rank  # noqa: F401
