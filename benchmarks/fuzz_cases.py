@@ -485,7 +485,7 @@ def flags(rng: random.Random, material: Path, own: Path) -> int:
     words = step_words(material, step, own / "trained")
     known = [
         (field.name, values_of(get_type_hints(kind)[field.name]))
-        for kind in groups_of(STEPS[step]).values()
+        for kind in groups_of(STEPS[step])
         for field in dataclasses.fields(kind)
         if field.name not in _LEFT_OUT
     ]

@@ -19,10 +19,10 @@ from dschat_ppo.config.run_flags import WITHOUT_EFFECT
 from dschat_ppo.config.schema import read_settings, require
 from dschat_ppo.config.step_config import (
     StepConfig,
+    core_groups_of,
     defaults_of,
     feature_groups_of,
     flatten,
-    groups_of,
 )
 from dschat_ppo.config.supervised_config import DPOConfig, PreferenceConfig, SFTConfig
 from dschat_ppo.errors import UserError, reading
@@ -96,7 +96,7 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
         UserError: For flags that are wrong, missing, or do not fit each other.
     """
     step = STEPS[step_name]
-    groups = groups_of(step)
+    groups = core_groups_of(step)
     feature_groups = feature_groups_of(step)
     all_groups = [*groups.values(), *feature_groups]
     parser = flag_parser(all_groups, add_help=False)

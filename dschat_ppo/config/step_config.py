@@ -40,9 +40,11 @@ class FeatureFlags:
     groups: tuple[Any, ...] = ()
 
     def of(self, kind: type[Flags]) -> Flags:
-        """The flags of a feature, which the command has."""
-        [flags] = [group for group in self.groups if isinstance(group, kind)]
-        return flags
+        """The flags of a feature. `LookupError` if the command has none of it."""
+        for group in self.groups:
+            if isinstance(group, kind):
+                return group
+        raise LookupError(f"{kind.__name__} is not among the flags of this command")
 
 
 class HasFeatures(Protocol):
@@ -297,7 +299,7 @@ class StepConfig(ABC):
         return reasons
 
 
-def groups_of(kind: type[StepConfig]) -> dict[str, Any]:
+def core_groups_of(kind: type[StepConfig]) -> dict[str, Any]:
     """Name of a group of flags -> its dataclass; those of the step alone come first, and then those
     of all steps. Those of features are not among them."""
     hints = types_of(kind)
@@ -339,9 +341,9 @@ def feature_groups_of(kind: type[StepConfig]) -> list[Any]:
     return feature_groups(kind.kind)
 
 
-def all_groups_of(kind: type[StepConfig]) -> list[Any]:
+def groups_of(kind: type[StepConfig]) -> list[Any]:
     """All groups of flags of a step, as dataclasses."""
-    return [*groups_of(kind).values(), *feature_groups_of(kind)]
+    return [*core_groups_of(kind).values(), *feature_groups_of(kind)]
 
 
 def flatten(config: StepConfig) -> dict[str, Any]:
@@ -357,7 +359,7 @@ def flatten(config: StepConfig) -> dict[str, Any]:
 def defaults_of(kind: type[StepConfig]) -> dict[str, Any]:
     """Flag -> its default in a step; `MISSING` for a flag that must be given."""
     defaults: dict[str, Any] = {}
-    for group in all_groups_of(kind):
+    for group in groups_of(kind):
         for flag_field in fields(group):
             defaults[flag_field.name] = default_of(flag_field)
     return defaults | kind.own_defaults

@@ -1,8 +1,8 @@
 """The features that can be deleted: each is a folder here, and one line of `FEATURES`.
 
 The rest of the package knows a feature by this table alone. Where a feature may take part, it asks
-for a hook, such as `hooks("checks.check_model")`: the function `check_model` in the module
-`checks.py` of each feature that has one. docs/architecture.md lists the hooks, with their callers.
+for a hook, such as `hooks("refusals.refuse")`: the function `refuse` in the module `refusals.py` of
+each feature that has one. docs/architecture.md lists the hooks, with their callers.
 """
 
 from __future__ import annotations
@@ -29,10 +29,16 @@ def hooks(name: str) -> tuple[Any, ...]:
     module_name, _, attribute = name.partition(".")
     offered = []
     for feature in FEATURES:
-        path = f"{__name__}.{feature}.{module_name}"
-        if find_spec(path) is None:
+        folder = f"{__name__}.{feature}"
+        spec = find_spec(folder)
+        if spec is None or spec.origin is None:  # None too for a folder without files
+            raise ModuleNotFoundError(
+                f"dschat_ppo/features/{feature} is gone, but FEATURES in dschat_ppo/features/"
+                "__init__.py still has its line: delete that too"
+            )
+        if find_spec(f"{folder}.{module_name}") is None:
             continue
-        module = import_module(path)
+        module = import_module(f"{folder}.{module_name}")
         if hasattr(module, attribute):
             offered.append(getattr(module, attribute))
     return tuple(offered)

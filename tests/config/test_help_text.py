@@ -18,7 +18,7 @@ def columns(monkeypatch):
 
 
 def all_flags(step: str) -> FlagParser:
-    parser = flag_parser(list(groups_of(STEPS[step]).values()), add_help=False)
+    parser = flag_parser(groups_of(STEPS[step]), add_help=False)
     parser.set_defaults(**STEPS[step].own_defaults)
     return parser
 
@@ -26,7 +26,7 @@ def all_flags(step: str) -> FlagParser:
 def test_each_flag_is_in_the_whole_help_exactly_once():
     for step in STEPS:
         printed = help_text(step, all_flags(step), "all")
-        groups = groups_of(STEPS[step]).values()
+        groups = groups_of(STEPS[step])
         names = [field.name for group in groups for field in dataclasses.fields(group)]
         assert re.findall(r"^  --(\w+)", printed, re.MULTILINE) == names
         assert printed.startswith(f"All {len(names)} flags of training/step")
@@ -64,9 +64,7 @@ def test_the_short_help_fits_a_screen_and_has_twenty_flags_with_the_defaults_of_
     names = [line.split()[0].removeprefix("--") for line in lines]
     assert len(lines) == len(set(names)) == 20
     fields = {
-        field.name: field
-        for group in groups_of(STEPS[step]).values()
-        for field in dataclasses.fields(group)
+        field.name: field for group in groups_of(STEPS[step]) for field in dataclasses.fields(group)
     }
     for line, name in zip(lines, names, strict=True):
         field = fields[name]

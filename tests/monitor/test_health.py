@@ -246,7 +246,7 @@ def test_every_rule_has_a_case_and_names_only_flags_that_exist():
     assert {rule.name for rule in PPO_RULES} == {*CASES, "reward_exploited"}
     assert {rule.name for rule in FIT_RULES} == set(FIT_CASES)
     known = {
-        step: {field.name for group in groups_of(STEPS[step]).values() for field in fields(group)}
+        step: {field.name for group in groups_of(STEPS[step]) for field in fields(group)}
         for step in ("ppo", "sft", "reward")
     }
     for rules, steps in ((PPO_RULES, ["ppo"]), (FIT_RULES, ["sft", "reward"])):
