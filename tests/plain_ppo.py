@@ -4,9 +4,9 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from checkpoints import NO_CHECKPOINTS
 from datasets import Dataset
@@ -19,7 +19,6 @@ from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import TokenRows
-from dschat_ppo.engine.averages import MovingAverage, ReferenceSync
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.errors import StopRequested
 from dschat_ppo.models.tokenizers import load_tokenizer
@@ -29,6 +28,7 @@ from dschat_ppo.monitor.step_trace import NO_TRACE
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.components import PPOComponents, PPOData
 from dschat_ppo.ppo.evaluation import Evaluation
+from dschat_ppo.ppo.followers import Follower
 from dschat_ppo.ppo.loop import run
 from dschat_ppo.ppo.mini_dataset import TextBatches
 from dschat_ppo.ppo.resumable import ResumablePPO
@@ -46,7 +46,7 @@ FLAGS = (
 )
 EVERYTHING = (
     "--critic_warmup_rollouts 1 --entropy_target 9 --entropy_coef 0.01 --entropy_delta 0.005"
-    " --kl_target 0.05 --kl_horizon 8 --normalize_rewards running --enable_ema --ema_decay 0.5"
+    " --kl_target 0.05 --kl_horizon 8 --normalize_rewards running"
     " --unsup_coef 0.5 --eval_data_path unused --eval_interval 2 --eval_batch_size 2"
 )
 
@@ -82,9 +82,29 @@ class PlainEngine(nn.Module):
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
+class FrozenEngine(nn.Module):
+    """Stands for an engine that only runs forward."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        return self.module(*arguments, **named)
+
+
+class NoWeights:
+    """Weights that follow those of the actor and are none."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def restore(self, ranks) -> bool:
+        return True
+
+
 class PlainEngines:
-    """The roles of `RLHFEngine`, but for the reward model. The reference is a model without an
-    engine."""
+    """The roles of `RLHFEngine`, but for the reward model."""
 
     def __init__(self, assets: Path, config):
         def language_model() -> PolicyModel:
@@ -92,14 +112,9 @@ class PlainEngines:
 
         ppo, algorithm = config.ppo, config.algorithm
         self.actor = PlainEngine(language_model(), ppo.actor_learning_rate)
-        self.actor_average = (
-            MovingAverage(self.actor.module.lm, ppo.ema_decay) if ppo.enable_ema else None
-        )
-        self.reference = language_model().eval() if algorithm.has_reference else None
-        self.reference_sync = None
-        if config.reference.ref_sync_interval:
-            other = SimpleNamespace(module=self.reference)
-            self.reference_sync = ReferenceSync(self.actor, other, config.reference.ref_sync_mixup)
+        self.reference = None
+        if algorithm.has_reference:
+            self.reference = FrozenEngine(language_model()).eval()
         teachers = [name for _, name in config.teacher.teachers]
         self.teachers = [
             PolicyModel(LlamaForCausalLM.from_pretrained(name)).eval() for name in teachers
@@ -244,18 +259,16 @@ class PlainRun:
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
-        """Weights of actor, critic and moving average."""
+        """Weights of actor and critic, and those that follow the actor."""
         found = {
             f"{role}.{name}": weight
             for role, engine in self.ppo.engines.trained.items()
             for name, weight in engine.module.state_dict().items()
         }
-        average = self.ppo.engines.actor_average
-        return found | (
-            {}
-            if average is None
-            else {f"average.{name}": w for name, w in average.state_dict().items()}
-        )
+        for follower in self.ppo.followers:
+            for name, weight in follower.weights.state_dict().items():
+                found[f"{follower.state_name}.{name}"] = weight
+        return found
 
     def save(self, folder: Path) -> None:
         """A checkpoint: what `ResumablePPO` gives, through files, and the engines."""
@@ -325,7 +338,7 @@ def watch(run: PlainRun) -> list[Any]:
         [training] = {engine.training for engine in run.ppo.engines.trained.values()}
         return "train" if training else "eval"
 
-    ppo, collection, engines = run.ppo, run.ppo.collection, run.ppo.engines
+    ppo, collection = run.ppo, run.ppo.collection
     note(collection, "sample", lambda prompts, step, _: f"generate {step}")
     note(collection, "reward", lambda rollout, prompts, step: f"reward {step}")
     passes, take = collection.passes, collection.next_prompts
@@ -348,12 +361,62 @@ def watch(run: PlainRun) -> list[Any]:
         "minimise",
         lambda objectives, step: (step, *(part.role for part in objectives), mode()),
     )
-    if engines.actor_average is not None:
-        note(engines.actor_average, "update", lambda: "average")
-    if engines.reference_sync is not None:
-        note(engines.reference_sync, "update", lambda: "sync")
+
+    def after_step(step: int) -> dict[str, float]:
+        did.append(f"follow the actor of step {step}")
+        return {}
+
+    ppo.followers.append(
+        Follower(
+            "--none",
+            "none",
+            NoWeights(),
+            after_update=lambda: did.append("follow"),
+            after_step=after_step,
+        )
+    )
     if ppo.texts is not None:
         note(ppo.texts, "take", lambda: "texts")
     if run.evaluation is not None:
         note(run.evaluation, "run", lambda step: f"evaluate {step} {mode()}")
     return did
+
+
+def note_save_points(run: PlainRun, checkpointer: StopAt, did: list) -> None:
+    save = checkpointer.save_if_due
+
+    def noted():
+        did.append(("save_if_due", run.resumable.position, run.resumable.is_best))
+        save()
+
+    checkpointer.save_if_due = noted
+
+
+def started(assets, folder, words=EVERYTHING, resume_from=None, **stop):
+    """(run, its checkpointer, what it does from now on)"""
+    run = PlainRun(assets, folder, words)
+    if resume_from is not None:
+        run.load(resume_from)
+    checkpointer, did = StopAt(run, **stop), watch(run)
+    note_save_points(run, checkpointer, did)
+    return run, checkpointer, did
+
+
+def stopped(assets, tmp_path, words=EVERYTHING, **stop):
+    """(a run that has stopped and saved its state, what it did, the resumed run, a function that
+    runs it and compares)"""
+    before, checkpointer, did_before = started(assets, tmp_path / "run", words, **stop)
+    with pytest.raises(StopRequested):
+        before.run(checkpointer)
+    before.save(tmp_path / "saved")
+    after, checkpointer, did_after = started(assets, tmp_path / "run", words, tmp_path / "saved")
+
+    def require_equal(whole) -> None:
+        length = (tmp_path / "run/metrics.jsonl").stat().st_size
+        result = after.run(checkpointer, (length, after.ppo.state.steps + 1))
+        assert after.lines == whole[0].lines and result == whole[2]
+        assert did_before + did_after == whole[1]
+        for name, weight in whole[0].weights.items():
+            assert torch.equal(after.weights[name], weight), name
+
+    return before, did_before, after, require_equal

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from itertools import chain
 from pathlib import Path
+
+from dschat_ppo.features import hooks
 
 CONFIG = "config.yaml"
 RESULT = "result.json"
@@ -15,6 +18,9 @@ SAMPLES = "samples.jsonl"
 REPORT = "report.html"
 # of `--validate_only`: inside --output_dir, where no run of training looks for outputs
 VALIDATION = "validation"
+# Folders of the models that step 3 saves, by role. A feature that has a model follow the actor
+# offers the names of such roles as `flags.FOLLOWING_ROLES`.
+PPO_ROLES = ("actor", "critic", *chain(*hooks("flags.FOLLOWING_ROLES")))
 
 
 def shown_path(path: str | Path) -> str:

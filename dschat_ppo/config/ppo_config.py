@@ -16,7 +16,7 @@ from dschat_ppo.config.ppo_flags import (
     PPOMemoryFlags,
     RewardSourceFlags,
 )
-from dschat_ppo.config.schema import flag, not_negative, require_used, share
+from dschat_ppo.config.schema import flag, require_used
 from dschat_ppo.config.step_config import StepConfig, features_give_rewards, features_observe
 from dschat_ppo.errors import UserError
 from dschat_ppo.features import hooks
@@ -31,19 +31,6 @@ class ReferenceFlags:
         "model of the reference, with the actor's tokenizer; not given: the model of"
         " --actor_model_name_or_path",
     )
-    ref_sync_interval: int = not_negative(
-        0, "move the reference towards the actor after every N PPO steps; 0 = never"
-    )
-    ref_sync_mixup: float = share(
-        1.0,
-        "share of the actor in the new reference; the rest is the old reference (TRL: 0.6); 1 = the"
-        " actor",
-    )
-
-    def __post_init__(self) -> None:
-        require_used(
-            self, "ref_sync_mixup", when=self.ref_sync_interval > 0, purpose="--ref_sync_interval"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +95,6 @@ class PPOConfig(StepConfig):
 
     def _check_reference(self) -> None:
         """Refuse a reference that LoRA rules out."""
-        if self.reference.ref_sync_interval > 0 and self.lora.actor_lora_dim > 0:
-            raise UserError(
-                "--ref_sync_interval mixes whole weights, but with --actor_lora_dim the changes of"
-                " the actor are in its adapter; omit one of the two"
-            )
         if self.reference.ref_model_name_or_path is not None and self.lora.share_base:
             raise UserError(
                 "--ref_model_name_or_path: with --share_base the reference is the shared base; omit"
@@ -245,7 +227,7 @@ class PPOConfig(StepConfig):
         with_reference = "the reference, which --kl_coef or --kl_loss_coef above 0 compares with"
         require_used(
             self.reference,
-            "ref_model_name_or_path ref_sync_interval",
+            "ref_model_name_or_path",
             when=self.has_reference,
             purpose=with_reference,
         )

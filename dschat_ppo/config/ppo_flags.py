@@ -30,7 +30,6 @@ from dschat_ppo.config.schema import (
 )
 from dschat_ppo.errors import UserError
 
-EMA_DECAY = 0.992  # as in DeepSpeed-Chat
 ADDRESS_NEEDED = (
     "must be an address such as http://host:5000/get_reward (a Python file: --reward_function"
     " FILE.py:FUNCTION)"
@@ -202,12 +201,6 @@ class PPOFlags:
         None, "configuration of --unsupervised_dataset_name on the hub"
     )
     unsup_coef: float = not_negative(27.8, "weight of the PTX loss")
-    enable_ema: bool = flag(
-        False, "keep an exponential moving average of the actor's weights, saved in `actor_ema/`"
-    )
-    ema_decay: float = fraction(
-        EMA_DECAY, "decay of the moving average, applied at each update of the actor"
-    )
     align_overflow: bool = flag(
         False,
         "skip the updates of both actor and critic when the fp16 gradients of either overflow",
@@ -234,7 +227,6 @@ class PPOFlags:
                 "--enable_test_mode needs --test_stop_step N, N above 0, and --test_stop_step "
                 "needs --enable_test_mode"
             )
-        require_used(self, "ema_decay", when=self.enable_ema, purpose="--enable_ema")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from dschat_ppo.common.dist import device, world_size
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.ppo_config import PPOConfig
-from dschat_ppo.engine.averages import MovingAverage, ReferenceSync
 from dschat_ppo.engine.build_engine import (
     eval_engine,
     frozen_policy,
@@ -56,8 +55,6 @@ class RLHFEngine:
     Attributes:
         actor, critic: train.
         reference, reward, teachers: only run forward.
-        actor_average: moving average of the actor's weights.
-        reference_sync: moves the reference towards the actor.
         hybrid: switches the actor between training and generation.
         saves_merged: save models with their adapters merged; else adapter folders.
     """
@@ -89,9 +86,7 @@ class RLHFEngine:
         reference_over_actor = self._reference_over_actor(actor_lm)
         base = self._shared_base(actor_lm)
         self.actor = self._build_actor(actor_lm)
-        self.actor_average = self._build_average(actor_lm)
         self.reference = self._build_reference(reference_over_actor)
-        self.reference_sync = self._build_reference_sync()
         self.teachers = self._build_teachers()
         self.critic = self._build_critic(base)
         self.reward = self._build_reward(base)  # after the critic, whose kernels it may take
@@ -140,13 +135,6 @@ class RLHFEngine:
         select_kernels(engine)
         return engine
 
-    def _build_average(self, actor_lm: PreTrainedModel) -> MovingAverage | None:
-        """With `--enable_ema`, the moving average of the actor, from its weights at the start."""
-        ppo = self._config.ppo
-        if not ppo.enable_ema:
-            return None
-        return MovingAverage(actor_lm, ppo.ema_decay)
-
     def _build_reference(self, reference_over_actor: PreTrainedModel | None) -> Engine | None:
         """The engine of the reference: of the modules over the actor's weights if there are some,
         else of a model of its own from its folder, or from the actor's. None if the run has no
@@ -182,13 +170,6 @@ class RLHFEngine:
         return self._build_forward_only(
             PolicyModel(reference_lm, layout), ds_config, selects_kernels=False
         )
-
-    def _build_reference_sync(self) -> ReferenceSync | None:
-        """With `--ref_sync_interval`, what moves the reference towards the actor."""
-        flags = self._config.reference
-        if self.reference is None or flags.ref_sync_interval == 0:
-            return None
-        return ReferenceSync(self.actor, self.reference, flags.ref_sync_mixup)
 
     def _build_teachers(self) -> list[Engine]:
         """The engines of the teachers. Where whole distributions are compared, it is checked that

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 FEATURES = (
+    "averages",
     "distillation",
     "environments",
     "process_rewards",

@@ -11,9 +11,9 @@ from dschat_ppo.config.batch_plan import PPOPlan, tokens_on_cpu
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.engine.tensor_parallel import reason_not_to_shard
+from dschat_ppo.features import hooks
 from dschat_ppo.models.micro_batches import COPIED, sharing_pays
 from dschat_ppo.planner.role_memory import (
-    FP32,
     Role,
     accumulated_gradients,
     activations,
@@ -62,11 +62,9 @@ def steady_phase(name: str, config: StepConfig, roles: Sequence[Role]) -> Phase:
             is_copied = kind == "optimizer" or (kind == "weights" and role.name != "actor")
             if sleeps(config, role) and is_copied and not on_host:
                 phase.add(role.name, kind, size, on_host=True)
-    # an fp32 average, divided over the ranks
-    if isinstance(config, PPOConfig) and config.ppo.enable_ema:
-        phase.add(
-            "average", "weights", FP32 * roles[0].sizes.trained / roles[0].ranks, on_host=True
-        )
+    # A feature offers `memory.adjust(phase, config, roles)`, which changes what the phase holds.
+    for adjust in hooks("memory.adjust"):
+        adjust(phase, config, roles)
     return phase
 
 

@@ -26,6 +26,7 @@ from dschat_ppo.monitor.rollout_metrics import experience_metrics
 from dschat_ppo.nonfinite import NonFinitePolicy, ReproBundles
 from dschat_ppo.ppo.advantages import AdvantageComputation, early_rewards_of
 from dschat_ppo.ppo.collect import ExperienceCollection
+from dschat_ppo.ppo.followers import followers_of_run
 from dschat_ppo.ppo.group_pool import GroupPool
 from dschat_ppo.ppo.mini_dataset import MiniBatch, MiniDataset, TextBatches
 from dschat_ppo.ppo.own_algorithms import own_metrics
@@ -116,6 +117,7 @@ class PPOComponents:
             nonfinite=self.nonfinite,
             clock=self.clock,
         )
+        self.followers = followers_of_run(config, engines, self.clock)
         logger().info(f"loss = {self.updates.actor_sum()}")
 
     def _choose_old_logprobs(self) -> OldLogprobs:
@@ -281,13 +283,18 @@ class PPOComponents:
         metrics["policy/entropy_coef"] = self.entropy_coef.value
         return metrics
 
-    def sync_reference(self, step: int) -> None:
-        """Move the reference towards the actor, if that is due after PPO step `step`.
+    def after_actor_update(self) -> None:
+        """Move what follows the actor from update to update."""
+        for follower in self.followers:
+            if follower.after_update is not None:
+                follower.after_update()
+
+    def after_updates(self, step: int) -> None:
+        """After the updates of PPO step `step`, move what follows the actor from step to step.
         `NonFiniteError` if a weight of the actor is not finite. Collective."""
-        sync = self.engines.reference_sync
-        if sync is not None and step % self.config.reference.ref_sync_interval == 0:
-            with self.clock.phase("sync"):
-                self.state.metrics["kl/reference_moved"] = sync.update()
+        for follower in self.followers:
+            if follower.after_step is not None:
+                self.state.metrics |= follower.after_step(step)
 
     def minibatches_left(self, experience: Experience | None, step: int) -> Iterator[MiniBatch]:
         """The mini-batches of a PPO step that no update has used yet; none once a limit has ended

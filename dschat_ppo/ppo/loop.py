@@ -50,7 +50,7 @@ def run(
             update(ppo, minibatch, step)
             checkpointer.save_if_due()
 
-        ppo.sync_reference(step)  # every --ref_sync_interval PPO steps
+        ppo.after_updates(step)  # moves what follows the actor from step to step
         report.finish(step)  # metrics, evaluation, warnings
         checkpointer.save_if_due()
         report.health.stop_if_due(checkpointer)  # --stop_on_health
@@ -108,6 +108,6 @@ def update(ppo: PPOComponents, minibatch: MiniBatch, step: int) -> None:
         objectives.append(ppo.state.critic_pass or ppo.updates.critic_objective(minibatch))
 
     outcome = ppo.updates.minimise(objectives, step)  # forward, backward, clipping, AdamW
-    if "actor" in outcome.grad_norms and ppo.engines.actor_average is not None:
-        ppo.engines.actor_average.update()
+    if "actor" in outcome.grad_norms:
+        ppo.after_actor_update()  # moves what follows the actor from update to update
     ppo.state.count_update(outcome)

@@ -66,35 +66,19 @@ class ResumablePPO:
 
     def rank_state(self) -> dict[str, Any]:
         """The state of this rank alone."""
-        average = self.ppo.engines.actor_average
-        sync = self.ppo.engines.reference_sync
-        actor_average = None
-        if average is not None:
-            actor_average = average.state_dict()
-        moved_reference = None
-        if sync is not None:
-            moved_reference = sync.state_dict()
-        return {
-            "sums": self.ppo.state.sums.state_dict(),
-            "actor_average": actor_average,
-            "reference": moved_reference,
-        }
+        state: dict[str, Any] = {"sums": self.ppo.state.sums.state_dict()}
+        for follower in self.ppo.followers:
+            state[follower.state_name] = follower.weights.state_dict()
+        return state
 
     def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None:
         """Restore the `shared_state` of the saved run and the `rank_state` of its ranks."""
         ppo = self.ppo
         ppo.state.load_state_dict(shared["progress"], self._sums_of(ranks), ppo.device)
-        average = ppo.engines.actor_average
-        sync = ppo.engines.reference_sync
-        if average is not None and not average.restore(
-            state["actor_average"] or {} for state in ranks.read_all()
-        ):
-            log_starts_from_scratch("--enable_ema")
-            average.begin()
-        if sync is not None and not sync.restore(
-            state["reference"] or {} for state in ranks.read_all()
-        ):
-            log_starts_from_scratch("--ref_sync_interval")
+        for follower in ppo.followers:
+            shards_of_ranks = (state.get(follower.state_name) or {} for state in ranks.read_all())
+            if not follower.weights.restore(shards_of_ranks):
+                log_starts_from_scratch(follower.flag)
         ppo.collection.load_state_dict(shared["collector"], ppo.device)
         ppo.advantage_computation.load_state_dict(shared["advantages"])
         if ppo.config.algorithm.entropy_target is not None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.paths import SAMPLES
+from dschat_ppo.common.paths import PPO_ROLES, SAMPLES
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.on_policy import OldLogprobs
 from dschat_ppo.config.ppo_config import PPOConfig
@@ -77,7 +77,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
             output,
             config.safety.save_hf_steps,
             config.validation.save_best,
-            lambda folder: save_models(engines, forms, tokenizer, folder),
+            lambda folder: save_models(components, forms, tokenizer, folder),
         )
         evaluation = build_evaluation(config, components, begun.data, kept_models)
         if evaluation is not None:
@@ -95,7 +95,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
         result = report.result()
 
     announce("save models")
-    save_models(engines, forms, tokenizer, output)
+    save_models(components, forms, tokenizer, output)
     result["ppo_steps"] = begun.plan.ppo_steps
     result["optimizer_steps"] = begun.plan.total_updates
     result["world_size"] = dist.world_size()
@@ -199,20 +199,22 @@ def saved_forms(
 
 
 def save_models(
-    engines: RLHFEngine,
+    ppo: PPOComponents,
     forms: Mapping[str, SavedForm],
     tokenizer: PreTrainedTokenizerBase,
     output: Path,
 ) -> None:
-    """Write the actor, its moving average and the critic, where they exist, as Hugging Face
-    folders; nothing if a weight is not finite (`NonFiniteError`). Collective."""
+    """Write the actor, what follows it and the critic, where they exist, as Hugging Face folders;
+    nothing if a weight is not finite (`NonFiniteError`). Collective."""
+    engines = ppo.engines
     for role, engine in engines.trained.items():
         require_finite_weights(role, engine)
     save_model(engines.actor, tokenizer, output / "actor", form=forms["actor"])
-    if engines.actor_average is not None:
-        average = engines.actor_average.gathered()
-        folder = output / "actor_ema"
-        save_model(engines.actor, tokenizer, folder, weights=average, form=forms["actor"])
+    for follower in ppo.followers:
+        if follower.saved is not None:
+            model, gathered = follower.saved
+            folder = output / model.role
+            save_model(engines.actor, tokenizer, folder, weights=gathered(), form=forms["actor"])
     if engines.critic is not None:
         # A critic that started from a reward model does not keep what describes that model's
         # scores; None removes an entry.
@@ -228,7 +230,7 @@ def show_result(result: dict[str, Any], output: Path, start: str, resumed: bool)
     labels = {column.metric: column.label for column in PPO_COLUMNS}
     labels["eval/score"] = "held-out score"
     del labels["value/explained_variance"]  # whose last value alone says little
-    folders = [output / role for role in ("actor", "critic", "actor_ema")]
+    folders = [output / role for role in PPO_ROLES]
     saved_folders = [folder for folder in folders if folder.is_dir()]
     chat = tool_command("chat", ["--model", str(output / "actor"), "--compare", start])
     ppo_steps = counted(result["ppo_steps"], "PPO step")

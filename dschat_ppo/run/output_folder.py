@@ -41,6 +41,7 @@ from dschat_ppo.common.paths import (
     HEALTH,
     METRICS,
     MODELS,
+    PPO_ROLES,
     REPORT,
     RESULT,
     SAMPLES,
@@ -82,7 +83,7 @@ def refuse_model_folders(folder: Path, models: list[str]) -> None:
         base = read_adapter_config(adapter, "model").get("base_model_name_or_path")
         if base:
             read.append(base)
-    written = [(folder / name).resolve() for name in (".", "actor", "actor_ema", "critic")]
+    written = [(folder / name).resolve() for name in (".", *PPO_ROLES)]
     replaced = [(folder / name).resolve() for name in (BEST, HF)]  # with everything in them
     for model in read:
         path = Path(model).resolve()
@@ -346,7 +347,7 @@ def remove_earlier_outputs(folder: Path, run: RunFlags) -> None:
         (folder / file).unlink(missing_ok=True)
     names = [BEST, f"{BEST}{OLD}", f"{BEST}{PARTIAL}", HF, "checkpoints", "nonfinite", TRACES]
     if run.overwrite_output_dir:
-        names += ["actor_ema", "critic"]
+        names += [role for role in PPO_ROLES if role != "actor"]  # which each run writes over
     for name in names:
         if (folder / name).is_dir():
             remove_folder(folder / name)
@@ -363,7 +364,8 @@ def remove_checkpoints(output: Path) -> bool:
     returned, if a saved model cannot be read: only they can give that model again."""
     models = [output]
     if not (output / "config.json").is_file() and not is_adapter_folder(str(output)):  # step 3
-        models = [output / "actor", *filter(Path.is_dir, (output / "critic", output / "actor_ema"))]
+        folders = [output / role for role in PPO_ROLES]
+        models = [folder for folder in folders if folder.name == "actor" or folder.is_dir()]
     try:
         for model in models:
             if not checkpoint_shapes(str(model)):

@@ -23,7 +23,6 @@ from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, remove_folder,
 from dschat_ppo.config.cli import STEPS, parse
 from dschat_ppo.config.step_config import defaults_of
 from dschat_ppo.data.templates import answer_ends, with_template_flags
-from dschat_ppo.engine.averages import whole_averages
 from dschat_ppo.errors import StorageError, UserError
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.loading import DTYPES, ModelChanges, load_causal_lm, load_sequence_classifier
@@ -37,10 +36,11 @@ from dschat_ppo.models.saving import (
 )
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
+from dschat_ppo.ppo.followers import following_models
 from dschat_ppo.rewards.learned_reward import STATISTICS, saved_entries
 from dschat_ppo.run.model_card import model_card
 
-ROLES = ("model", "actor", "critic", "actor_ema")
+ROLES = ("model", "actor", "critic")
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,20 @@ class SavedRun:
     manifest: Manifest
     config: Any
 
-    def averages(self) -> Iterator[dict[str, Tensor]]:
-        """Each rank's shard of the actor's moving average; {} without --enable_ema."""
+    def shards(self, state_name: str) -> Iterator[dict[str, Tensor]]:
+        """Each rank's shards of the weights that follow the actor, by the entry of their state; {}
+        if the run has none."""
         for rank in range(self.manifest.world_size):
-            yield load_state(self.folder / rank_file(rank), mapped=True).get("actor_average") or {}
+            yield load_state(self.folder / rank_file(rank), mapped=True).get(state_name) or {}
 
     def roles(self) -> list[str]:
-        """Those of `ROLES` that the checkpoint holds."""
+        """The models that the checkpoint holds: those of `ROLES`, and those that follow the
+        actor."""
         roles = [role for role in ROLES if (self.folder / role).is_dir()]
-        if "actor" in roles and any(self.averages()):
-            roles.append("actor_ema")
+        if "actor" in roles:
+            for role, model in following_models().items():
+                if any(self.shards(model.state_name)):
+                    roles.append(role)
         return roles
 
 
@@ -154,7 +158,7 @@ def export_role(
 ) -> None:
     """Write one model to `folder`. `dtype` None: as the run would save it. `moved_model` is the
     folder or hub name that the user gives for the model from which the role started, or None."""
-    trained_role = role.removesuffix("_ema")  # the average is one of the actor's weights
+    trained_role = role_that_trains(role)
     states = run.folder / trained_role
     common = common_state(states)
     # weights that the checkpoint does not hold
@@ -169,11 +173,12 @@ def export_role(
     _check_same_weights(states, state, frozen, base, module)
     # under which `module` holds the transformers model
     prefix = f"{next(name for name, _ in module.named_children())}."
-    if role == "actor_ema":
+    if role != trained_role:
+        following = following_models()[role]
         shapes = {name.removeprefix(prefix): weight.shape for name, weight in state.items()}
-        averages = whole_averages(run.averages(), shapes)
-        for name, average in averages.items():
-            state[f"{prefix}{name}"] = average.to(number_format)
+        weights = following.whole_weights(run.shards(following.state_name), shapes)
+        for name, weight in weights.items():
+            state[f"{prefix}{name}"] = weight.to(number_format)
     if needs_base:
         for name, weight in module.named_parameters():
             if name in frozen:
@@ -267,11 +272,16 @@ def saves_merged(run: SavedRun, role: str) -> bool:
     return adapter_of(run, role) is None or adapters.lora_merge or not adapters.only_optimize_lora
 
 
+def role_that_trains(role: str) -> str:
+    """The role itself, or that of the model which it follows."""
+    if role in following_models():
+        return "actor"
+    return role
+
+
 def recorded_start_model(run: SavedRun, role: str) -> tuple[str, str]:
     """(flag, folder or hub name) of the model from which a role started, as the run recorded it."""
-    if role == "actor_ema":
-        role = "actor"
-    flag, name = run.config.models[role]
+    flag, name = run.config.models[role_that_trains(role)]
     return flag, name
 
 
@@ -305,7 +315,7 @@ def start_model_folder(
 
 def reward_statistics(run: SavedRun, role: str) -> dict[str, float | str | None]:
     """The entries that step 2 adds to the config of a reward model; None removes an old one."""
-    if run.manifest.kind == "sft" or role in ("actor", "actor_ema"):
+    if run.manifest.kind == "sft" or role_that_trains(role) == "actor":
         return {}
     removals: dict[str, float | str | None] = dict.fromkeys(saved_entries())
     if role == "critic":

@@ -3,9 +3,9 @@
 CHECKPOINT is a checkpoint of any step, such as OUTPUT/checkpoints/step_000012, or the output folder
 of a run, whose newest intact checkpoint is taken. The command runs in one process, on the CPU,
 whatever the ZeRO stage and the number of ranks of the run. OUT then holds what the run itself would
-save at that step: in steps 1 and 2 the model; in step 3 `actor`, `critic` and, with --enable_ema,
-`actor_ema`. A model with LoRA becomes an adapter folder, or is merged if the run merges it.
-Configuration and tokenizer come from the model folder from which the run started.
+save at that step: in steps 1 and 2 the model; in step 3 `actor`, `critic` and, if the run averages
+the actor's weights, `actor_ema`. A model with LoRA becomes an adapter folder, or is merged if the
+run merges it. Configuration and tokenizer come from the model folder from which the run started.
 
 Exit code 0: OUT is complete; 2: the checkpoint or a folder cannot be used; 4: OUT cannot be
 written.
@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from dschat_ppo.common.paths import PPO_ROLES
 from dschat_ppo.tools import exit_code_of
 
 
@@ -34,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
     parser.add_argument(
         "--role",
-        choices=("model", "actor", "critic", "actor_ema"),
+        choices=("model", *PPO_ROLES),
         help="export only this model, to OUT itself (default: all)",
     )
     parser.add_argument(

@@ -44,7 +44,7 @@ def test_the_whole_help_shows_kinds_defaults_aliases_and_how_to_turn_off():
         ("data_path", "TEXT ...", "(required)"),
         ("prompt_column", "TEXT", "(also: --input_key)"),
         ("optimizer", "{adamw,muon}", "(default: adamw)"),
-        ("enable_ema", "BOOL", "(default: False)"),
+        ("align_overflow", "BOOL", "(default: False)"),
         ("whiten_advantages", "BOOL", "(default: True; off: --no_whiten_advantages)"),
     ):
         assert found[f"--{name}"].startswith(f"{kind} ") and found[f"--{name}"].endswith(end), (
@@ -94,7 +94,7 @@ def test_a_word_selects_the_flags_whose_name_contains_it():
     assert names("eval_data_path") == names("--eval_data_path") == ["eval_data_path"]
     assert names("data_path") == ["data_path"], "a whole name is one flag"
     assert names("input_key") == ["prompt_column"], "another name of the flag"
-    assert names("ema")[0] == "enable_ema"
+    assert names("overflow") == ["align_overflow"]
     for topic, hint in (
         ("kl_cof", "in its name; did you mean --help kl_coef"),
         ("zzz", "name (all flags: --help all)"),

@@ -46,22 +46,6 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
         "--kl_coef 0 --ref_model_name_or_path r",
         "--ref_model_name_or_path r has no effect: it is for the",
     ),
-    (
-        "ppo",
-        "--kl_coef 0 --ref_sync_interval 2",
-        "--ref_sync_interval 2 has no effect: it is for the reference",
-    ),
-    ("ppo", "--ref_sync_mixup 0.5", "it is for --ref_sync_interval; omit it"),
-    (
-        "ppo",
-        "--ref_sync_interval 2 --ref_sync_mixup 0",
-        "--ref_sync_mixup must be above 0 and at most 1",
-    ),
-    (
-        "ppo",
-        "--ref_sync_interval 2 --actor_lora_dim 4 --only_optimize_lora",
-        "--ref_sync_interval mixes",
-    ),
     ("sft", "--optimizer muon", "--optimizer muon and --muon_learning_rate need each other"),
     (
         "ppo",
@@ -141,7 +125,6 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ("ppo", "--offload_reference_model", "--actor_zero_stage 3"),
     ("ppo", "--offload_reward_model --actor_zero_stage 3", "--critic_zero_stage 3"),
     ("ppo", "--enable_test_mode", "--test_stop_step"),
-    ("ppo", "--ema_decay 0.9", "it is for --enable_ema"),
     ("sft", "--attn_implementation flex_attention", "auto computes packed rows"),
     ("ppo", "--offload_optimizer", "--actor_zero_stage and --critic_zero_stage 1, 2 or 3"),
     (
@@ -440,7 +423,7 @@ RANGES = {
         actor_dropout=1.0
         critic_dropout=-0.5 actor_zero_stage=5 test_stop_step=3 reward_timeout=1e7
         high_entropy_share=0
-        critic_lora_learning_rate=1.5 ema_decay=1
+        critic_lora_learning_rate=1.5
     """
     ),
     "reward": (
@@ -642,7 +625,7 @@ WITHOUT_EFFECT = [  # step, what is given, the flags without effect
         "--warmup_ratio 0.1 --num_warmup_steps 100",
         "",
     ),  # its default, as a resolved configuration has it
-    ("ppo", "--ref_model_name_or_path r --ref_sync_interval 2 --ref_sync_mixup 0.6", ""),
+    ("ppo", "--ref_model_name_or_path r", ""),
     *[
         (step, *case)
         for step in NEEDED

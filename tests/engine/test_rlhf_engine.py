@@ -8,63 +8,17 @@ import torch
 from adapter_folders import save_adapter
 from one_rank import one_rank  # noqa: F401
 from peft import PeftModel
+from role_engines import IDS, LENGTHS, engines_of, logprobs
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from dschat_ppo.common import dist
-from dschat_ppo.config.batch_plan import plan_ppo
-from dschat_ppo.config.cli import parse
 from dschat_ppo.engine.optimizer_step import learning_rates
-from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
+from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.models.adapters import adapter_layers, is_adapter_parameter
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-def engines_of(
-    assets,
-    *words: str,
-    actor: str = "lm",
-    critic: str | None = "reward",
-    reward: bool = True,
-    reference: str = "",
-) -> RLHFEngine:
-    """The engines of models in `assets`; the reward model is that of the critic."""
-    lm, scalar = str(assets / actor), str(assets / (critic or "reward"))
-    flags = [
-        "--actor_model_name_or_path",
-        lm,
-        "--critic_model_name_or_path",
-        scalar,
-        "--data_path",
-        "d",
-    ]
-    flags += [
-        "--output_dir",
-        "o",
-        "--dtype",
-        "fp32",
-        "--actor_learning_rate",
-        "0.25",
-        "--critic_learning_rate",
-        "0.5",
-    ]
-    flags += [] if "--warmup_ratio" in words else ["--num_warmup_steps", "0"]
-    flags += ["--ref_model_name_or_path", str(assets / reference)] if reference else []
-    config, own = parse("ppo", [*flags, *words]), str(assets / reference) if reference else None
-    folders = ModelFolders(lm, scalar if critic else None, scalar if reward else None, own)
-    return RLHFEngine(config, plan_ppo(config.ppo, 40, 1, 0), folders)
-
-
-IDS, LENGTHS = torch.tensor([[5, 6, 7, 8]]), torch.tensor([4])
-
-
-@torch.no_grad()
-def logprobs(model) -> torch.Tensor:
-    return model(
-        IDS.to(dist.device()), torch.ones_like(IDS, dtype=torch.bool, device=dist.device())
-    )[0].cpu()
 
 
 @torch.no_grad()
@@ -85,7 +39,6 @@ def test_actor_and_critic_train_and_reference_and_reward_do_not(plain):
     assert torch.equal(logprobs(plain.actor), logprobs(plain.reference)), "to the last bit"
     frozen = [*plain.reference.module.parameters(), *plain.reward.module.parameters()]
     assert not any(parameter.requires_grad for parameter in frozen)
-    assert plain.actor_average is None
     assert plain.hybrid.model is plain.actor.module.lm and plain.hybrid.sleeping == []
     assert plain.reward.module.layout == plain.critic.module.layout
     assert plain.reference.module.layout == plain.actor.module.layout, (
@@ -104,11 +57,8 @@ def test_every_role_has_the_attention_of_the_flag(assets, plain):
     torch.testing.assert_close(logprobs(eager.actor), logprobs(plain.actor), rtol=0, atol=1e-5)
 
 
-def test_dropout_checkpointing_average_and_sleep_follow_their_flags(assets):
-    words = (
-        "--actor_gradient_checkpointing --critic_gradient_checkpointing --enable_ema"
-        " --sleep_in_rollout"
-    )
+def test_dropout_checkpointing_and_sleep_follow_their_flags(assets):
+    words = "--actor_gradient_checkpointing --critic_gradient_checkpointing --sleep_in_rollout"
     engines = engines_of(assets, *words.split(), "--actor_dropout", "0.5")
     assert engines.hybrid.sleeping == [
         engines.actor,
@@ -118,9 +68,6 @@ def test_dropout_checkpointing_average_and_sleep_follow_their_flags(assets):
     ]
     assert engines.actor.module.lm.is_gradient_checkpointing
     assert engines.critic.module.classifier.is_gradient_checkpointing
-    assert set(engines.actor_average.state_dict()) == {
-        name for name, _ in engines.actor.module.lm.named_parameters()
-    }
     assert not torch.equal(logprobs(engines.actor), logprobs(engines.actor)), (
         "training mode, with dropout"
     )
@@ -172,7 +119,7 @@ def test_the_reference_may_be_another_model_with_kernels_of_its_own(assets):
         logprobs(engines.reference), logprobs(expected.to(dist.device())), atol=1e-5
     )
     assert not torch.allclose(logprobs(engines.reference), logprobs(engines.actor), atol=1e-2)
-    assert engines.reference_sync is None and not engines.reference.module.training
+    assert not engines.reference.module.training
     kernels = [engine.module.layout for engine in (engines.reference, engines.actor)]
     assert kernels[0] == kernels[1], "selected for it by itself; the architecture is the same"
 
@@ -181,37 +128,6 @@ def rates_of(engine) -> list[float]:
     """The learning rates of the first three optimizer steps."""
     scheduler = engine.lr_scheduler
     return [scheduler.base_lrs[0] * scheduler.lr_lambdas[0](step) for step in range(3)]
-
-
-@pytest.mark.parametrize("stages", [("0", 3), ("3", 2)])
-def test_a_sync_moves_the_reference_at_any_zero_stage(assets, tmp_path, stages):
-    """The actor may be at another stage than the reference, by --deepspeed_config."""
-    flag, overlay = stages
-    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": overlay}}))
-    words = ["--actor_zero_stage", flag, "--ref_sync_interval", "1", "--ref_sync_mixup", "0.25"]
-    words += ["--deepspeed_config", str(tmp_path / "ds.json")]
-    engines = engines_of(assets, *words, reference="uniform_lm", reward=False)
-    assert [
-        hasattr(next(engine.module.parameters()), "ds_id")
-        for engine in (engines.actor, engines.reference)
-    ] == [overlay == 3, flag == "3"]
-    before = logprobs(engines.reference)
-    moved = engines.reference_sync.update()
-    expected, actor = (
-        LlamaForCausalLM.from_pretrained(assets / name) for name in ("uniform_lm", "lm")
-    )
-    size, change = 0.0, 0.0
-    with torch.no_grad():
-        for weight, source in zip(expected.parameters(), actor.parameters(), strict=True):
-            change += float((0.25 * (source - weight)).square().sum())
-            size += float(weight.square().sum())
-            weight.copy_(0.25 * source + 0.75 * weight)
-    by_hand = logprobs(PolicyModel(expected, Layout(fused=False)).to(dist.device()))
-    assert moved == pytest.approx((change / size) ** 0.5, rel=1e-5)
-    assert torch.allclose(logprobs(engines.reference), by_hand, atol=1e-5), (
-        "in the next forward pass"
-    )
-    assert not torch.allclose(before, by_hand, atol=1e-2)
 
 
 # Adapters
@@ -252,7 +168,7 @@ def change_adapter(engine) -> None:
 def test_the_reference_uses_the_weights_of_the_actor_and_stays_when_its_adapter_trains(
     adapters, said
 ):
-    engines = engines_of(adapters, *FROZEN, "--enable_ema", critic="role_reward")
+    engines = engines_of(adapters, *FROZEN, critic="role_reward")
     actor, reference = engines.actor, engines.reference
     assert held(actor, reference) == held(actor)
     assert "no reference model is held" in str(said) and "no adapter" in str(said)
@@ -263,8 +179,6 @@ def test_the_reference_uses_the_weights_of_the_actor_and_stays_when_its_adapter_
     change_adapter(actor)
     assert not torch.equal(logprobs(actor), before)
     assert torch.equal(logprobs(reference), before)
-    averaged = engines.actor_average.state_dict()
-    assert averaged and all(is_adapter_parameter(name) for name in averaged)
     assert not reference.module.training and actor.module.training
 
 

@@ -4,7 +4,7 @@
    then updates. An evaluation comes before the first step and at its interval. After each update
    and each step there is a point where a checkpoint may be saved (`test_the_order_of_a_run`).
 2. Actor and critic train in the same update; in the critic's warm-up the critic trains alone.
-   Texts of the PTX loss are taken, and the moving average follows, once for each update of the
+   Texts of the PTX loss are taken, and what follows the actor moves, once for each update of the
    actor (`test_the_order_of_a_run`).
 3. A line of metrics belongs to each PPO step. The first update of a step has a ratio of 1; the
    coefficients of KL and entropy adapt from one step to the next, and not in the warm-up
@@ -17,11 +17,11 @@
    (`test_a_stop_during_a_rollout_discards_it_and_the_resumed_run_samples_it_again`).
 7. A limit on KL or on the log-ratio ends the updates of its own step alone, and a resumed run makes
    no further update in that step.
-8. The reference moves after the last update of a step and before its evaluation, and a resumed run
-   has it where it was.
+8. What follows the actor from step to step moves after the last update of a step and before its
+   evaluation (`test_the_order_of_a_run`).
 9. Numbers that are not finite stop the run by default. With `--on_nonfinite skip` the step makes no
-   update, and counts; a skipped update of the actor changes neither average nor metrics nor the
-   entropy coefficient.
+   update, and counts; a skipped update of the actor changes neither what follows it nor metrics nor
+   the entropy coefficient.
 10. A resumed run in another output folder looks for its best model again.
 11. A trace of a step is kept if the run stops inside the step.
 """
@@ -33,7 +33,7 @@ import sys
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
-from plain_ppo import EVERYTHING, STEPS, UPDATES, PlainRun, StopAt, watch
+from plain_ppo import EVERYTHING, STEPS, UPDATES, PlainRun, StopAt, started, stopped
 
 from dschat_ppo.checkpoint.manager import capture_rng_state
 from dschat_ppo.engine.optimizer_step import random_state as optimizer_random_state
@@ -51,29 +51,9 @@ def update_events(step: int, number: int) -> list:
     done = (
         [(step, "critic", "train")]
         if step == 1
-        else ["texts", (step, "actor", "critic", "train"), "average"]
+        else ["texts", (step, "actor", "critic", "train"), "follow"]
     )
     return [*done, ("save_if_due", (step - 1, number), False)]
-
-
-def note_save_points(run: PlainRun, checkpointer: StopAt, did: list) -> None:
-    save = checkpointer.save_if_due
-
-    def noted():
-        did.append(("save_if_due", run.resumable.position, run.resumable.is_best))
-        save()
-
-    checkpointer.save_if_due = noted
-
-
-def started(assets, folder, words=EVERYTHING, resume_from=None, **stop):
-    """(run, its checkpointer, what it does from now on)"""
-    run = PlainRun(assets, folder, words)
-    if resume_from is not None:
-        run.load(resume_from)
-    checkpointer, did = StopAt(run, **stop), watch(run)
-    note_save_points(run, checkpointer, did)
-    return run, checkpointer, did
 
 
 def refuse_cuda_calls(patch: pytest.MonkeyPatch) -> None:
@@ -115,7 +95,8 @@ def test_the_order_of_a_run(whole):
             f"advantages {step}",
         ]
         expected += sum((update_events(step, number) for number in range(1, UPDATES + 1)), [])
-        expected += [WHOLE[step]] * (step > 1) + [("save_if_due", (step, 0), step == 2)]
+        expected += [f"follow the actor of step {step}"] + [WHOLE[step]] * (step > 1)
+        expected += [("save_if_due", (step, 0), step == 2)]
     assert whole[1] == expected
 
 
@@ -178,26 +159,6 @@ def test_random_states_on_the_cpu_of_a_machine_with_gpus_ask_none(monkeypatch):
         optimizer_random_state()
 
 
-def stopped(assets, tmp_path, words=EVERYTHING, **stop):
-    """(a run that has stopped and saved its state, what it did, the resumed run, a function that
-    runs it and compares)"""
-    before, checkpointer, did_before = started(assets, tmp_path / "run", words, **stop)
-    with pytest.raises(StopRequested):
-        before.run(checkpointer)
-    before.save(tmp_path / "saved")
-    after, checkpointer, did_after = started(assets, tmp_path / "run", words, tmp_path / "saved")
-
-    def require_equal(whole) -> None:
-        length = (tmp_path / "run/metrics.jsonl").stat().st_size
-        result = after.run(checkpointer, (length, after.ppo.state.steps + 1))
-        assert after.lines == whole[0].lines and result == whole[2]
-        assert did_before + did_after == whole[1]
-        for name, weight in whole[0].weights.items():
-            assert torch.equal(after.weights[name], weight), name
-
-    return before, did_before, after, require_equal
-
-
 @pytest.mark.parametrize(
     "at",
     [(1, 4), (2, 0), *(pytest.param(at, marks=pytest.mark.release) for at in ((0, 1), (2, 3)))],
@@ -252,42 +213,6 @@ def test_a_stop_during_a_rollout_discards_it_and_the_resumed_run_samples_it_agai
     require_equal(whole)
 
 
-SYNCED = (
-    "--eval_data_path unused --eval_interval 2 --eval_batch_size 2 --ref_sync_interval 2"
-    " --ref_sync_mixup 0.5"
-)
-
-
-@pytest.fixture(scope="module")
-def synced(assets, tmp_path_factory):
-    """(an uninterrupted run whose reference moves, what it did, its result)"""
-    run, checkpointer, did = started(assets, tmp_path_factory.mktemp("synced"), SYNCED)
-    return run, did, run.run(checkpointer)
-
-
-def test_the_reference_moves_between_the_last_update_of_a_step_and_its_evaluation(synced, assets):
-    run, did, _ = synced
-    place = did.index("sync")
-    assert did.count("sync") == 1
-    around = [("save_if_due", (1, 4), False), "sync", WHOLE[2], ("save_if_due", (2, 0), True)]
-    assert did[place - 1 : place + 3] == around
-    _, first, second, third = run.lines
-    assert "kl/reference_moved" not in first | third and second["kl/reference_moved"] > 0
-    before = PlainRun(assets, run.folder.parent / "fixed", SYNCED.split(" --ref_sync")[0])
-    before.run()
-    assert second["kl/ref_k1"] == before.lines[2]["kl/ref_k1"] > 0, (
-        "of the rows that were sampled before"
-    )
-    assert third["kl/ref_k1"] < 0.8 * before.lines[3]["kl/ref_k1"]
-
-
-def test_a_stopped_run_resumes_with_the_reference_where_it_was(assets, tmp_path, synced):
-    *_, after, require_equal = stopped(assets, tmp_path, SYNCED, position=(2, 2))
-    require_equal(synced)
-    references = [run.ppo.engines.reference.state_dict() for run in (after, synced[0])]
-    assert all(torch.equal(references[0][name], weight) for name, weight in references[1].items())
-
-
 def test_rows_that_are_not_finite_make_no_update_but_a_step(assets, tmp_path):
     run, checkpointer, did = started(assets, tmp_path / "run", f"{EVERYTHING} {SKIP}")
     run.reward.bad_step = 2
@@ -299,6 +224,7 @@ def test_rows_that_are_not_finite_make_no_update_but_a_step(assets, tmp_path):
         "score eval",
         "add",
         "advantages 2",
+        "follow the actor of step 2",
         WHOLE[2],
         ("save_if_due", (2, 0), True),
     ]
@@ -391,10 +317,10 @@ def test_a_step_without_a_score_makes_no_update_and_three_in_a_row_end_the_run(a
 def test_a_limit_ends_the_updates_of_its_step_alone(assets, tmp_path, flag, applied):
     """The first update starts from the sampling policy; the second one measures what the first has
     moved, and is applied or, beyond the second limit, not."""
-    run, checkpointer, did = started(assets, tmp_path / "run", f"{flag} --enable_ema")
+    run, checkpointer, did = started(assets, tmp_path / "run", flag)
     run.run(checkpointer)
     assert [sum(what[:1] == (step,) for what in did) for step in (1, 2, 3)] == [2, 2, 2]
-    assert did.count("average") == 3 * applied
+    assert did.count("follow") == 3 * applied
     assert checkpointer.passed[:3] == [((0, 1), False), ((0, 2), False), ((1, 0), False)]
     assert [line["policy/updates_done_share"] for line in run.lines] == [applied / 4] * 3
     within = [line["policy/log_ratio_abs_max"] < 0.001 for line in run.lines]
@@ -410,13 +336,15 @@ def spoil_gradients(run: PlainRun, is_bad) -> None:
     )
 
 
-def test_an_update_of_the_actor_that_is_skipped_leaves_average_and_metrics_alone(assets, tmp_path):
-    run, checkpointer, did = started(assets, tmp_path / "run", f"--enable_ema {SKIP}")
+def test_an_update_of_the_actor_that_is_skipped_leaves_followers_and_metrics_alone(
+    assets, tmp_path
+):
+    run, checkpointer, did = started(assets, tmp_path / "run", SKIP)
     spoil_gradients(run, lambda step, update: (step, update) == (2, 1))
     run.run(checkpointer)
-    assert did.count("average") == 11
+    assert did.count("follow") == 11
     after = did.index((2, "actor", "critic", "train")) + 1
-    assert did[after] == ("save_if_due", (1, 1), False) and did[after + 1] != "average"
+    assert did[after] == ("save_if_due", (1, 1), False) and did[after + 1] != "follow"
     assert [line["policy/updates_done_share"] for line in run.lines] == [1.0, 0.75, 1.0]
     assert (
         run.lines[1]["optim/nonfinite_skipped"] == 1
@@ -426,9 +354,7 @@ def test_an_update_of_the_actor_that_is_skipped_leaves_average_and_metrics_alone
 
 
 def test_updates_of_the_critic_alone_do_not_adapt_the_entropy_coefficient(assets, tmp_path):
-    run, checkpointer, did = started(
-        assets, tmp_path / "run", f"--enable_ema --entropy_target 9 {SKIP}"
-    )
+    run, checkpointer, did = started(assets, tmp_path / "run", f"--entropy_target 9 {SKIP}")
     spoil_gradients(run, lambda step, _: step == 1)
     run.run(checkpointer)
     first, second, third = run.lines
@@ -438,7 +364,7 @@ def test_updates_of_the_critic_alone_do_not_adapt_the_entropy_coefficient(assets
         and first["optim/grad_norm/critic"] > 0
     )
     assert [line["policy/entropy_coef"] for line in (first, second, third)] == [0.0, 0.0, 0.005]
-    assert did.count("average") == 8 and did.index("average") > did.index(
+    assert did.count("follow") == 8 and did.index("follow") > did.index(
         (2, "actor", "critic", "train")
     )
 

@@ -103,7 +103,7 @@ def test_below_the_minimum_length_all_log_probs_are_over_tokens_that_do_not_end_
     run = PlainRun(assets, tmp_path / "run", f"--min_answer_seq_len 3 --old_logprobs {words}")
     ends = run.ppo.collection.sampler.config.stopping.ids
     with torch.no_grad():  # likelier ends
-        for policy in (run.ppo.engines.actor.module, run.ppo.engines.reference):
+        for policy in (run.ppo.engines.actor.module, run.ppo.engines.reference.module):
             policy.lm.get_output_embeddings().weight[list(ends)] *= 3
     run.run()
     assert abs(run.lines[0]["kl/ref_k1"]) < 1e-5, "the policy was the reference"

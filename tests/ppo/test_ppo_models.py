@@ -78,10 +78,10 @@ def check_bases(folders, words: str):
 
 
 def test_a_reference_of_its_own_is_accepted_and_the_actors_folder_is_none(folders):
-    for same in ("", "ref=lm --ref_sync_interval 1", "ref=link_to_lm --ref_sync_interval 1"):
+    for same in ("", "ref=lm", "ref=link_to_lm"):
         assert check(folders, same).reference is None
     for name, words in (
-        ("uniform_lm", "--ref_sync_interval 1 --kl_estimator full"),
+        ("uniform_lm", "--kl_estimator full"),
         ("deeper", ""),
         ("more_rows", "--kl_estimator full"),
         ("few_rows", "--resize_vocabulary"),  # both models get rows for the tokens of the tokenizer

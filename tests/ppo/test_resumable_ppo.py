@@ -16,6 +16,7 @@ from dschat_ppo.config.health_flags import PPOHealthFlags
 from dschat_ppo.data.batches import IndexStream
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.nonfinite import NonFinitePolicy
+from dschat_ppo.ppo.followers import Follower
 from dschat_ppo.ppo.resumable import ResumablePPO
 from dschat_ppo.ppo.state import PPOState
 from dschat_ppo.ppo.update import Outcome
@@ -26,9 +27,8 @@ ENTROPY = "--entropy_coef 0.01 --entropy_target 2"
 GRPO = "--advantage_estimator grpo --n_samples_per_prompt 2"
 
 
-class Average:
-    """Stands for a moving average, or for a reference that moves: their states have the same
-    methods."""
+class Weights:
+    """Stands for weights that follow the actor."""
 
     def __init__(self):
         self.did = []
@@ -38,24 +38,17 @@ class Average:
 
     def restore(self, ranks):
         found = [part for part in ranks if part]
-        self.did += [f"parts of {len(found)}"] * bool(found)
+        self.did.append(f"parts of {len(found)}")
         return bool(found)
-
-    def begin(self):
-        self.did.append("begun")
 
 
 def resumable(
-    words: str = "", texts=False, average=False, evaluation=False, collection="", sync=False
+    words: str = "", texts=False, follows=False, evaluation=False, collection=""
 ) -> ResumablePPO:
     """Step 3 without engines; `collection`: flags of the experience collection."""
     config = parse("ppo", f"{WORDS} {words}".split())
     algorithm = config.algorithm
-    engines = SimpleNamespace(
-        actor_average=Average() if average else None,
-        reference_sync=Average() if sync else None,
-        trained={"actor": "A", "critic": "C"},
-    )
+    engines = SimpleNamespace(trained={"actor": "A", "critic": "C"})
     entropy_coef = FixedCoefficient(algorithm.entropy_coef)
     if algorithm.entropy_target:
         entropy_coef = AdaptiveEntropy(algorithm.entropy_coef, algorithm.entropy_target, 0.005, 1.0)
@@ -63,6 +56,7 @@ def resumable(
         config=config,
         device=CPU,
         engines=engines,
+        followers=[Follower("--follow", "following", Weights())] if follows else [],
         entropy_coef=entropy_coef,
         state=PPOState(),
         texts=SimpleNamespace(stream=IndexStream(range(5), seed=2)) if texts else None,
@@ -85,7 +79,7 @@ def resume(before: ResumablePPO, after: ResumablePPO) -> ResumablePPO:
 def test_parts_are_restored_and_those_that_are_off_now_are_ignored(capsys):
     """`test_loop.py` compares whole runs."""
     before, after = (
-        resumable(ENTROPY, texts=True, average=True, evaluation=True) for _ in range(2)
+        resumable(ENTROPY, texts=True, follows=True, evaluation=True) for _ in range(2)
     )
     before.ppo.state.begin_updates(experience(range(3)), {"a": 1.0})
     before.ppo.state.count_update(Outcome({"actor": 2.0}, []))
@@ -111,7 +105,7 @@ def test_parts_are_restored_and_those_that_are_off_now_are_ignored(capsys):
         "optim/overflow/actor": 2,
     }
     assert after.health.check(5, metrics) == [], "a warning is given once"
-    assert after.ppo.engines.actor_average.did == ["parts of 1"]
+    assert after.ppo.followers[0].weights.did == ["parts of 1"]
     capsys.readouterr()
     without = resume(before, resumable())
     assert (
@@ -128,12 +122,12 @@ def test_what_the_ranks_measured_is_counted_once_on_any_number_of_ranks(
     monkeypatch, ranks, rank, mine
 ):
     """Two ranks have saved, with sums 2 and 4."""
-    before, saved = resumable(average=True), []
+    before, saved = resumable(follows=True), []
     for total in (2.0, 4.0):
         before.ppo.state.begin_updates(experience(range(4)), {})
         before.ppo.state.sums.add_sum("a", torch.tensor(total), torch.tensor(1.0))
         saved.append(before.rank_state())
-    shared, after = before.shared_state(), resumable(average=True)
+    shared, after = before.shared_state(), resumable(follows=True)
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("RANK", str(rank))
     own = saved[rank] if ranks == 2 else None
@@ -142,23 +136,19 @@ def test_what_the_ranks_measured_is_counted_once_on_any_number_of_ranks(
     assert {name: float(part[0]) for name, part in means.items()} == {"a": mine}, (
         "the name is on every rank"
     )
-    assert after.ppo.engines.actor_average.did == ["parts of 2"]
+    assert after.ppo.followers[0].weights.did == ["parts of 2"]
 
 
 def test_what_was_off_starts_from_the_flags(capsys):
-    after = resume(
-        resumable(), resumable(ENTROPY, texts=True, average=True, evaluation=True, sync=True)
-    )
+    after = resume(resumable(), resumable(ENTROPY, texts=True, follows=True, evaluation=True))
     said = capsys.readouterr().out
     assert sorted(said.splitlines(keepends=True)) == [
         f"{flag}{BEGINS}"
         for flag in (
-            "--enable_ema",
             "--entropy_target",
-            "--ref_sync_interval",
+            "--follow",
             "--unsupervised_dataset_name",
         )
     ]
     assert after.ppo.entropy_coef.value == 0.01 and after.ppo.texts.stream.taken == 0
-    assert after.ppo.engines.actor_average.did == ["begun"] and after.evaluation.best is None
-    assert after.ppo.engines.reference_sync.did == []
+    assert after.ppo.followers[0].weights.did == ["parts of 0"] and after.evaluation.best is None

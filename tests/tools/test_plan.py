@@ -40,7 +40,7 @@ def test_step_3_prints_its_phases_and_takes_all_flags(models, capsys):
         "--device_memory",
         "80GiB",
     ]
-    assert main([*words, "--host_memory", "1TiB", "--actor_zero_stage", "3", "--enable_ema"]) == 0
+    assert main([*words, "--host_memory", "1TiB", "--actor_zero_stage", "3"]) == 0
     printed = capsys.readouterr().out
     assert "Step 3 on 8 x GPU of 80 GiB, 1024 GiB of host memory for 8" in printed
     for name in ("rollout", "scoring", "actor update", "critic update", "checkpoint", "It fits."):

@@ -1,6 +1,5 @@
 """What a few collective lines do on two ranks: `two_ranks.py FUNCTION [WORDS]`."""
 
-import json
 import sys
 from dataclasses import replace
 
@@ -12,42 +11,12 @@ from deepspeed.utils import groups, safe_get_full_fp32_param
 from torch import nn
 
 from dschat_ppo.common import dist
-from dschat_ppo.engine.averages import MovingAverage
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.engine.optimizer_step import accumulate, apply
 from workers.quick import joined_ranks
 
 SETTINGS = OptimizerSettings(0.01, 0.0, "linear", 0, 20, (0.9, 0.95), 1e-8)
-
-
-def moving_averages() -> None:
-    """Average the same whole weights, which change by hand; rank 0 prints what each rank held, and
-    the result."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).to(dist.device())
-    by_hand = {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
-    average = MovingAverage(model, 0.75)
-    for _ in range(3):
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.mul_(1.5)
-        average.update()
-        by_hand = {
-            name: by_hand[name].lerp(weight.detach().cpu(), 0.25)
-            for name, weight in model.named_parameters()
-        }
-    held = dist.gather_objects(list(average.state_dict()))
-    gathered = average.gathered()
-    if dist.is_main():
-        found = {"gathered": gathered, "by_hand": by_hand}
-        lists = {
-            kind: {name: part.tolist() for name, part in named.items()}
-            for kind, named in found.items()
-        }
-        print(json.dumps(lists | {"held": held}), flush=True)
-    else:
-        assert gathered == {}
 
 
 def summed_gradients(out: str) -> None:

@@ -125,14 +125,18 @@ class MovingAverage:
         return dict(self._averages)
 
     def restore(self, ranks: Iterable[dict[str, Tensor]]) -> bool:
-        """Restore from the shards of all ranks of a saved run; see `copy_overlaps`."""
+        """Restore from the shards of all ranks of a saved run; see `copy_overlaps`. If no rank had
+        one, the average begins from the weights of now."""
         shards = {}
         for name, average in self._averages.items():
             first = dist.rank() * average.numel()
             if name in self._owners:  # it is whole
                 first = 0
             shards[name] = (first, average.view(-1))
-        return copy_overlaps(shards, ranks)
+        is_restored = copy_overlaps(shards, ranks)
+        if not is_restored:
+            self.begin()
+        return is_restored
 
 
 def whole_averages(

@@ -13,14 +13,14 @@ from pretended_gpu import moved, pretended_gpu
 from torch import nn
 
 from dschat_ppo.common.dist import is_partitioned, rank_shard
-from dschat_ppo.engine import averages
-from dschat_ppo.engine.averages import (
+from dschat_ppo.errors import NonFiniteError
+from dschat_ppo.features.averages import averages
+from dschat_ppo.features.averages.averages import (
     MovingAverage,
     ReferenceSync,
     refresh_whole_copy,
     whole_averages,
 )
-from dschat_ppo.errors import NonFiniteError
 
 
 def test_the_average_matches_the_formula_also_after_a_resume():
@@ -109,7 +109,7 @@ def test_weights_leave_a_gpu_in_their_dtype_by_pinned_memory(monkeypatch):
 
 @pytest.mark.ranks
 def test_two_ranks_average_and_gather_whole_weights():
-    said = succeed(forked(2, "tests/workers/two_ranks.py", "moving_averages", timeout=100)).stdout
+    said = succeed(forked(2, "tests/features/averages/average_ranks.py", timeout=100)).stdout
     found = json.loads(said.splitlines()[-1])
     assert found["held"] == [["0.weight", "1.bias"], ["0.bias", "1.weight"]]
     assert found["gathered"] == found["by_hand"] and len(found["gathered"]) == 4
