@@ -49,7 +49,7 @@ class Follower:
     """Weights that a feature moves after those of the actor.
 
     Attributes:
-        flag: what turns it on, for the log.
+        flag: asks for it; for the log.
         state_name: the entry of a checkpoint that holds this rank's shards.
         weights: are saved and restored.
         after_update: called after each update of the actor.
