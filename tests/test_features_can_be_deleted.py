@@ -17,7 +17,6 @@ COPIED = ("dschat_ppo", "training", "tests", "pyproject.toml")
 # features that the core still imports or asks for by name, and what hinders their deletion
 NOT_YET = {
     "distillation": "ppo/components.py and ppo/score.py import its teachers",
-    "environments": "the package episodes is known to ppo, rollout and tools",
 }
 
 pytestmark = pytest.mark.ranks
