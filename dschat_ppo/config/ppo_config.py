@@ -124,9 +124,9 @@ class PPOConfig(StepConfig):
             sources = ["--reward_function", "--remote_reward_url"]
             for names in hooks("flags.REWARDING"):  # flags of a feature, each of which gives one
                 sources += names
-            *others, last = sources
+            listed = f"{', '.join(sources[:-1])} or {sources[-1]}"
             raise UserError(
-                f"--use_reward_model False leaves no reward: give {', '.join(others)} or {last}; or"
+                f"--use_reward_model False leaves no reward: give {listed}; or"
                 " a teacher (--teacher_model_name_or_path) and, to learn from it alone,"
                 " --advantage_estimator none"
             )

@@ -293,8 +293,8 @@ class ExperienceCollection:
             "rollout/unscored_share": self._failed_rows.unscored / self._response_count,
             "rollout/left_share": self._left_count / self._response_count,
         }
-        for part in self.sampler.parts:
-            self.metrics |= part.take_metrics()
+        for extension in self.sampler.extensions:
+            self.metrics |= extension.take_metrics()
         self.metrics |= {
             f"reward/{name}": mean for name, mean in number_means(self._score_numbers).items()
         }

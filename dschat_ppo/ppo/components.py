@@ -31,7 +31,7 @@ from dschat_ppo.ppo.group_pool import GroupPool
 from dschat_ppo.ppo.mini_dataset import MiniBatch, MiniDataset, TextBatches
 from dschat_ppo.ppo.own_algorithms import own_metrics
 from dschat_ppo.ppo.rollout_sampler import RolloutSampler
-from dschat_ppo.ppo.rollouts import RolloutPart
+from dschat_ppo.ppo.rollouts import RolloutExtension
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
 from dschat_ppo.ppo.state import PPOState
 from dschat_ppo.ppo.token_losses import RecordedTokens
@@ -64,7 +64,7 @@ class PPOComponents:
         data: PPOData,
         engines: RLHFEngine,
         rewards: RewardMixture,
-        parts: Sequence[RolloutPart] = (),
+        extensions: Sequence[RolloutExtension] = (),
     ):
         """Build the components. Collective.
 
@@ -74,7 +74,7 @@ class PPOComponents:
             data: what to train on.
             engines: the models.
             rewards: score the responses.
-            parts: what features have in the rollouts.
+            extensions: what features have in the rollouts.
         """
         self.config = config
         self.plan = plan
@@ -88,7 +88,9 @@ class PPOComponents:
         seed = config.run.seed
         prompts = data.rows.train
         # The sampler is built before the seeds are set, since its self-check draws random numbers.
-        sampler = RolloutSampler(config.ppo, engines.hybrid, prompts, data.tokenizer, seed, parts)
+        sampler = RolloutSampler(
+            config.ppo, engines.hybrid, prompts, data.tokenizer, seed, extensions
+        )
         seed_this_rank(seed)
         self.minimum_length = sampler.config.stopping.minimum_length
         # The source of old log-probs is chosen before the forward passes and the updates are built,
@@ -97,7 +99,7 @@ class PPOComponents:
         # The advantages come before the collection's pool of groups, which compares scores as the
         # advantages see them.
         self.advantage_computation = self._build_advantages(rewards)
-        requests = RewardRequests(rewards, prompts, data.tokenizer, parts)
+        requests = RewardRequests(rewards, prompts, data.tokenizer, extensions)
         self.collection = self._build_collection(sampler, requests)
         self.mini_dataset = MiniDataset(
             plan.global_batch,

@@ -19,7 +19,13 @@ from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.engine.tensor_parallel import TensorParallel
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.ppo.generation_settings import generation_config
-from dschat_ppo.ppo.rollouts import RolloutPart, RolloutTask, own_rollouts
+from dschat_ppo.ppo.rollouts import (
+    RolloutExtension,
+    RolloutTask,
+    any_observes,
+    extended,
+    own_rollouts,
+)
 from dschat_ppo.rollout.cache_memory import rows_for_memory
 from dschat_ppo.rollout.continuous_batching import Turns, never
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
@@ -55,10 +61,10 @@ class RolloutSampler:
         prompts: Dataset,
         tokenizer: PreTrainedTokenizerBase,
         seed: int,
-        parts: Sequence[RolloutPart] = (),
+        extensions: Sequence[RolloutExtension] = (),
     ):
-        """Choose the generation engine, and check it on the model. Draws random numbers, so seeds
-        that later numbers depend on are set after it. Collective.
+        """Choose the generation engine, and check it on the model. This draws random numbers, so
+        seeds are set after it. Collective.
 
         Args:
             flags: how responses are generated.
@@ -66,9 +72,9 @@ class RolloutSampler:
             prompts: token rows of training.
             tokenizer: the actor's.
             seed: of the run.
-            parts: what features put around the rollouts.
+            extensions: what features put around the rollouts.
         """
-        self.parts = parts
+        self.extensions = extensions
         self.hybrid = hybrid
         self.prompts = prompts
         self.pad_id = filler_id(tokenizer)
@@ -92,14 +98,13 @@ class RolloutSampler:
                 config,
                 hybrid.max_over_ranks,
                 self.graphs,
-                has_turns=any(part.observes for part in parts),
+                has_turns=any_observes(extensions),
             )
             self.engine_text = engine_text(model, self.config, hybrid.max_over_ranks)
-        self.sample_rollout = own_rollouts(self._generate, self.pad_id)
+        sample = own_rollouts(self._generate, self.pad_id)
         if hybrid.parallel is not None:
-            self.sample_rollout = partial(self._sample_together, hybrid.parallel)
-        for part in parts:
-            self.sample_rollout = part.wrap(self.sample_rollout, self._generate)
+            sample = partial(self._sample_together, hybrid.parallel)
+        self.sample_rollout = extended(sample, self._generate, extensions)
 
     def sample(
         self,

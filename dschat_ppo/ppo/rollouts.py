@@ -80,7 +80,7 @@ class Generate(Protocol):
 
 
 def no_effect() -> None:
-    """For a part that has nothing to close."""
+    """For an extension that has nothing to close."""
 
 
 def own_rollouts(generate: Generate, pad_id: int) -> SampleRollout:
@@ -94,7 +94,7 @@ def own_rollouts(generate: Generate, pad_id: int) -> SampleRollout:
 
 
 @dataclass(frozen=True)
-class RolloutPart:
+class RolloutExtension:
     """What a feature has in the rollouts of a run."""
 
     # (rollouts so far, generation) -> rollouts in their place
@@ -111,15 +111,15 @@ class RolloutPart:
     close: Callable[[], None] = no_effect
 
 
-def start_parts(
+def start_extensions(
     features: HasFeatures,
     tokenizer: PreTrainedTokenizerBase,
     longest: int,
     output: Path | None,
     at_end: ExitStack,
-) -> list[RolloutPart]:
-    """The parts of the features that the flags use, which `at_end` closes. A feature offers its own
-    as `rollouts.start`, with these arguments but the last, a `RolloutPart` or None.
+) -> list[RolloutExtension]:
+    """The extensions that the flags ask for, which `at_end` closes. A feature offers its own as
+    `rollouts.start_extension`, with these arguments but the last, a `RolloutExtension` or None.
 
     Args:
         features: the flags of the run, or of an evaluation.
@@ -128,25 +128,39 @@ def start_parts(
         output: the folder of a run that may be resumed; None: there is none.
         at_end: of the run.
     """
-    parts = []
-    for start in hooks("rollouts.start"):
-        part = start(features, tokenizer, longest, output)
-        if part is not None:
-            at_end.callback(part.close)
-            parts.append(part)
-    return parts
+    extensions = []
+    for start_extension in hooks("rollouts.start_extension"):
+        extension = start_extension(features, tokenizer, longest, output)
+        if extension is not None:
+            at_end.callback(extension.close)
+            extensions.append(extension)
+    return extensions
 
 
-def reward_sources_of(parts: Sequence[RolloutPart]) -> list[tuple[RewardSource, float]]:
-    """The reward sources of all parts, with their weights."""
-    return [source for part in parts for source in part.reward_sources]
+def extended(
+    sample: SampleRollout, generate: Generate, extensions: Sequence[RolloutExtension]
+) -> SampleRollout:
+    """The rollouts with all extensions around them, the last one outermost."""
+    for extension in extensions:
+        sample = extension.wrap(sample, generate)
+    return sample
+
+
+def any_observes(extensions: Sequence[RolloutExtension]) -> bool:
+    """Whether one lets generation go on after tokens that the model did not choose."""
+    return any(extension.observes for extension in extensions)
+
+
+def reward_sources_of(extensions: Sequence[RolloutExtension]) -> list[tuple[RewardSource, float]]:
+    """The reward sources of all extensions, with their weights."""
+    return [source for extension in extensions for source in extension.reward_sources]
 
 
 def described_tools(
     features: HasFeatures, tokenizer: PreTrainedTokenizerBase, longest: int
 ) -> list[dict[str, Any]]:
     """JSON schemas of the tools that the prompts describe to the model, which features offer as
-    `rollouts.described_tools`, with these arguments. `UserError` if they cannot be used.
+    `rollouts.tools_of`, with these arguments. `UserError` if they cannot be used.
 
     Args:
         features: the flags of the run, or of an evaluation.
@@ -154,6 +168,6 @@ def described_tools(
         longest: most tokens of a prompt.
     """
     tools: list[dict[str, Any]] = []
-    for describe in hooks("rollouts.described_tools"):
-        tools += describe(features, tokenizer, longest)
+    for tools_of in hooks("rollouts.tools_of"):
+        tools += tools_of(features, tokenizer, longest)
     return tools

@@ -25,7 +25,7 @@ from dschat_ppo.models.micro_batches import even_passes, share_prompts
 from dschat_ppo.models.wrapped_models import Teaching, response_logprobs, response_values
 from dschat_ppo.ppo.mini_dataset import gather_rows, prompts_of
 from dschat_ppo.ppo.response_texts import response_texts, texts_of
-from dschat_ppo.ppo.rollouts import RolloutPart
+from dschat_ppo.ppo.rollouts import RolloutExtension
 from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.rewards.reward_source import FailedRows, RewardMixture, RewardRequest
 from dschat_ppo.types import (
@@ -47,7 +47,7 @@ class RewardRequests:
     mixture: RewardMixture  # scores them
     prompts: Dataset  # token rows, with the data row of each as JSON
     tokenizer: PreTrainedTokenizerBase
-    parts: Sequence[RolloutPart] = ()  # of the features
+    extensions: Sequence[RolloutExtension] = ()  # of the features
     _has_counted: bool = False  # whether `count_failed_rows` was called
 
     def request(self, rollout: Rollout, indices: list[int], steps_done: int) -> RewardRequest:
@@ -68,9 +68,9 @@ class RewardRequests:
                 is_first = mask.cumsum(dim=1) == 1
                 mask = mask & ~((rollout.prompt_ids == bos) & is_first)
             prompts = texts_of(self.tokenizer, rollout.prompt_ids, mask, skip_special_tokens=False)
-            for part in self.parts:
-                if part.texts is not None:
-                    return prompts, part.texts(rollout, rows)
+            for extension in self.extensions:
+                if extension.texts is not None:
+                    return prompts, extension.texts(rollout, rows)
             return prompts, response_texts(self.tokenizer, rollout)
 
         return RewardRequest(rows, decode, steps_done)

@@ -36,7 +36,7 @@ from dschat_ppo.ppo.components import PPOComponents, PPOData
 from dschat_ppo.ppo.evaluation import Evaluation, shown_metrics
 from dschat_ppo.ppo.loop import run
 from dschat_ppo.ppo.resumable import ResumablePPO
-from dschat_ppo.ppo.rollouts import reward_sources_of, start_parts
+from dschat_ppo.ppo.rollouts import reward_sources_of, start_extensions
 from dschat_ppo.ppo.samples import Samples
 from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.ppo.step_report import PPOReport
@@ -111,16 +111,18 @@ def build_components(
     config: PPOConfig, begun: BegunPPO, engines: RLHFEngine, at_end: ExitStack
 ) -> PPOComponents:
     """The components of step 3 over the models in `engines` and the data in `begun`, with rewards
-    and parts of features that this starts, and that `at_end` closes. Collective."""
+    and extensions of features that this starts, and that `at_end` closes. Collective."""
     tokenizer = begun.data.tokenizer
     learned = learned_reward(config, engines, tokenizer, begun.plan.micro_batch_tokens)
     resumable_output = None
     if begun.session is not None:  # an evaluation alone is not resumed
         resumable_output = begun.output
-    parts = start_parts(config, tokenizer, config.ppo.max_prompt_seq_len, resumable_output, at_end)
-    rewards = build_sources(config.rewards, learned, reward_sources_of(parts))
+    extensions = start_extensions(
+        config, tokenizer, config.ppo.max_prompt_seq_len, resumable_output, at_end
+    )
+    rewards = build_sources(config.rewards, learned, reward_sources_of(extensions))
     at_end.enter_context(closing(rewards))
-    return PPOComponents(config, begun.plan, begun.data, engines, rewards, parts)
+    return PPOComponents(config, begun.plan, begun.data, engines, rewards, extensions)
 
 
 def train_policy(
@@ -286,7 +288,7 @@ def build_evaluation(
     mixture = collection.requests.mixture
     if flags.eval_reward_function:
         mixture = RewardMixture([(evaluation_reward(config), 1.0)], config.rewards.default_score)
-    requests = RewardRequests(mixture, prompts, data.tokenizer, collection.sampler.parts)
+    requests = RewardRequests(mixture, prompts, data.tokenizer, collection.sampler.extensions)
     passes = None
     if collection.passes.reference is not None:
         old_logprobs: OldLogprobs = "rollout"

@@ -138,9 +138,9 @@ def chat(
     # a model, its number format -> the model as it responds in this chat
     load: Callable[[CheckedModel, str], ChatModel] = ChatModel
     with ExitStack() as at_end:
-        for prepare in hooks("chat.prepare"):
+        for loader_of in hooks("chat.loader_of"):
             # a feature prepares the chat before a model is loaded, and may load models in its way
-            load = prepare(features, checked, at_end) or load
+            load = loader_of(features, checked, at_end) or load
         dtype = dtype_for_tool(args.dtype, [model.folder for model in checked])
         models = [load(model, dtype) for model in checked]
         Terminal(models, settings, args.system, interactive).run()

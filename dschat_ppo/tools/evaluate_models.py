@@ -34,13 +34,15 @@ from dschat_ppo.ppo.evaluation import (
 )
 from dschat_ppo.ppo.generation_settings import end_ids, greedily
 from dschat_ppo.ppo.rollouts import (
-    RolloutPart,
+    RolloutExtension,
     RolloutTask,
     SampleRollout,
+    any_observes,
     described_tools,
+    extended,
     own_rollouts,
     reward_sources_of,
-    start_parts,
+    start_extensions,
 )
 from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.rewards.build_rewards import (
@@ -202,14 +204,14 @@ def _results_of(
     use_fast_layers(model)
     results = []
     with ExitStack() as at_end:
-        parts = start_parts(
+        extensions = start_extensions(
             request.features, checked.tokenizer, args.max_prompt_seq_len, None, at_end
         )
-        configs = _generation_configs(model, checked, request, parts)
-        mixture = _reward_mixture(request, checked, scorer, parts)
+        configs = _generation_configs(model, checked, request, extensions)
+        mixture = _reward_mixture(request, checked, scorer, extensions)
         at_end.enter_context(closing(mixture))
-        reward_requests = RewardRequests(mixture, prompts, checked.tokenizer, parts)
-        sample = _rollouts_of(model, checked, parts)
+        reward_requests = RewardRequests(mixture, prompts, checked.tokenizer, extensions)
+        sample = _rollouts_of(model, checked, extensions)
         for decoding, config in configs.items():
             logger().info(
                 f"{checked.label}: {decoding}, {len(prompts)} prompts, {config.samples} answer(s)"
@@ -218,17 +220,7 @@ def _results_of(
             rows = list[EvaluatedPrompt]()
             for first in range(0, len(prompts), args.batch_size):
                 indices = list(range(first, min(first + args.batch_size, len(prompts))))
-                # by the seeds of their rows, as step 3 evaluates
-                task = RolloutTask(
-                    prompts=prompts,
-                    indices=indices,
-                    config=config,
-                    seed=request.settings.seed,
-                    path=(STREAM, 0, 0),
-                    first=first * config.samples,
-                    step=0,
-                )
-                rollout = sample(task)
+                rollout = sample(_task(prompts, indices, config, request.settings.seed))
                 batch_request = reward_requests.request(rollout, indices, steps_done=0)
                 scores = mixture(batch_request, rollout)
                 if request.rewards is None:
@@ -240,8 +232,17 @@ def _results_of(
     return results
 
 
+def _task(prompts: Dataset, indices: list[int], config: GenerationConfig, seed: int) -> RolloutTask:
+    """Responses to prompts of neighbouring `indices`, by the seeds that step 3 evaluates with."""
+    first = indices[0] * config.samples
+    return RolloutTask(prompts, indices, config, seed, path=(STREAM, 0, 0), first=first, step=0)
+
+
 def _generation_configs(
-    model: Any, checked: CheckedModel, request: EvaluationRequest, parts: Sequence[RolloutPart]
+    model: Any,
+    checked: CheckedModel,
+    request: EvaluationRequest,
+    extensions: Sequence[RolloutExtension],
 ) -> dict[str, GenerationConfig]:
     """How the model generates, by the name of the decoding, "greedy" or "sampled". `UserError` if
     its architecture is not supported."""
@@ -250,7 +251,7 @@ def _generation_configs(
         sampled = choose_engine(
             model,
             GenerationConfig(request.settings.sampling, stopping, request.args.samples),
-            has_turns=any(part.observes for part in parts),
+            has_turns=any_observes(extensions),
         )
     except RuntimeError as problem:
         raise UserError(f"{checked.flag} {checked.name}: {in_one_line(problem)}") from None
@@ -278,8 +279,8 @@ def _result(
         )
     is_scored = request.rewards is not None
     metrics = _metrics(rows, request.args.pass_score, is_scored)
-    for part in reward_requests.parts:
-        metrics |= part.take_metrics()
+    for extension in reward_requests.extensions:
+        metrics |= extension.take_metrics()
     means: dict[str, float] = {}  # of each reward source
     if is_scored:
         for name in reward_requests.mixture.names:
@@ -292,7 +293,7 @@ def _reward_mixture(
     request: EvaluationRequest,
     checked: CheckedModel,
     scorer: LoadedReward | None,
-    parts: Sequence[RolloutPart],
+    extensions: Sequence[RolloutExtension],
 ) -> RewardMixture:
     """The reward sources that score the responses of a model; empty without a reward."""
     if request.rewards is None:
@@ -310,10 +311,12 @@ def _reward_mixture(
             request.features,
             request.args.max_batch_tokens,
         )
-    return build_sources(request.rewards, learned, reward_sources_of(parts))
+    return build_sources(request.rewards, learned, reward_sources_of(extensions))
 
 
-def _rollouts_of(model: Any, checked: CheckedModel, parts: Sequence[RolloutPart]) -> SampleRollout:
+def _rollouts_of(
+    model: Any, checked: CheckedModel, extensions: Sequence[RolloutExtension]
+) -> SampleRollout:
     """How a model responds to prompts."""
     device = dist.device()
 
@@ -328,9 +331,7 @@ def _rollouts_of(model: Any, checked: CheckedModel, parts: Sequence[RolloutPart]
         return generate(model, request, config, cancelled=cancelled, turns=turns)
 
     sample = own_rollouts(generate_rows, filler_id(checked.tokenizer))
-    for part in parts:
-        sample = part.wrap(sample, generate_rows)
-    return sample
+    return extended(sample, generate_rows, extensions)
 
 
 def _metrics(rows: list[EvaluatedPrompt], pass_score: float, is_scored: bool) -> dict[str, float]:

@@ -233,7 +233,7 @@ class Sampler:
     was asked."""
 
     config = GenerationConfig(SamplingParameters(), StoppingCriteria(1), samples=2)
-    parts = ()
+    extensions = ()
 
     def __init__(self):
         self.prompts = Dataset.from_dict(

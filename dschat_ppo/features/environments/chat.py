@@ -29,7 +29,7 @@ from dschat_ppo.tools.chat_model import ChatModel, CheckedModel, StreamedToken
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 
 
-def prepare(
+def loader_of(
     features: HasFeatures, checked: Sequence[CheckedModel], at_end: ExitStack
 ) -> Callable[[CheckedModel, str], ChatModel] | None:
     """Start the environments of the models, which `at_end` ends; returns what loads a model that

@@ -216,13 +216,13 @@ def _around(tokenizer: PreTrainedTokenizerBase, template: str) -> list[tuple[str
             before, _, after = between.partition(_SEEN)
             surroundings.append(
                 (
-                    _without_special(tokenizer, before).lstrip(),
-                    _without_special(tokenizer, after).rstrip(),
+                    _decoded_without_special(tokenizer, before).lstrip(),
+                    _decoded_without_special(tokenizer, after).rstrip(),
                 )
             )
     return sorted(surroundings, key=lambda texts: -len(texts[0] + texts[1]))
 
 
-def _without_special(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+def _decoded_without_special(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """A text without special tokens."""
     return str(tokenizer.decode(encode_after(tokenizer, "", text), skip_special_tokens=True))

@@ -17,12 +17,12 @@ from dschat_ppo.features.environments.episode_rollouts import EpisodeRollouts
 from dschat_ppo.features.environments.episode_texts import episode_texts
 from dschat_ppo.features.environments.flags import EnvironmentFlags
 from dschat_ppo.features.environments.journal import RolloutKey
-from dschat_ppo.ppo.rollouts import Generate, RolloutPart, RolloutTask, SampleRollout
+from dschat_ppo.ppo.rollouts import Generate, RolloutExtension, RolloutTask, SampleRollout
 from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.types import Rollout
 
 
-def described_tools(
+def tools_of(
     features: HasFeatures, tokenizer: PreTrainedTokenizerBase, longest: int
 ) -> Sequence[dict[str, Any]]:
     """JSON schemas of what the environment offers to the model; () without one. `UserError` if it
@@ -34,23 +34,23 @@ def described_tools(
         return episodes.tools
 
 
-def start(
+def start_extension(
     features: HasFeatures, tokenizer: PreTrainedTokenizerBase, longest: int, output: Path | None
-) -> RolloutPart | None:
-    """Start the environments of the flags; arguments as `start_parts`."""
+) -> RolloutExtension | None:
+    """Start the environments of the flags; arguments as `start_extensions`."""
     flags = features.of(EnvironmentFlags)
     if not flags.is_used:
         return None
-    return part_of(EpisodeRollouts(flags, tokenizer, longest, output))
+    return extension_of(EpisodeRollouts(flags, tokenizer, longest, output))
 
 
-def part_of(episodes: EpisodeRollouts) -> RolloutPart:
+def extension_of(episodes: EpisodeRollouts) -> RolloutExtension:
     """The episodes as a part of a run."""
 
     def wrap(sample: SampleRollout, generate: Generate) -> SampleRollout:
         return partial(_play, episodes, generate)
 
-    return RolloutPart(
+    return RolloutExtension(
         wrap=wrap,
         observes=True,
         reward_sources=episodes.reward_sources,

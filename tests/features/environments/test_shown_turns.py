@@ -17,7 +17,7 @@ from dschat_ppo.features.environments.environments import Turn
 from dschat_ppo.features.environments.episode_rollouts import EpisodeRollouts
 from dschat_ppo.features.environments.episode_texts import episode_texts
 from dschat_ppo.features.environments.observations import ObservationTokens, observed_text
-from dschat_ppo.features.environments.rollouts import part_of
+from dschat_ppo.features.environments.rollouts import extension_of
 from dschat_ppo.features.environments.shown_sections import sections_of
 from dschat_ppo.features.environments.tool_calls import said_and_called
 from dschat_ppo.features.environments.turns import EpisodeRecord, EpisodeTurns
@@ -337,7 +337,9 @@ def test_a_rollout_knows_its_failed_episodes_and_the_messages_that_functions_of_
         ended.append(rollouts.end(rows, turns, False, True))
     assert ended[1].extra["failed"].tolist() == [False, True]
     prompts = Dataset.from_dict({"row": ["{}"]})
-    requests = RewardRequests(SimpleNamespace(names=[]), prompts, tokenizer, [part_of(rollouts)])
+    requests = RewardRequests(
+        SimpleNamespace(names=[]), prompts, tokenizer, [extension_of(rollouts)]
+    )
     found = [[text.messages for text in requests.request(rows, [0], 0).texts] for rows in ended]
     assert found == [
         [None, None],

@@ -15,7 +15,7 @@ from dschat_ppo.data.reply_tokens import ends_in_thought
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.environments.environment_forms import _Agent, _Gym
 from dschat_ppo.features.environments.flags import EnvironmentFlags
-from dschat_ppo.features.environments.rollouts import described_tools
+from dschat_ppo.features.environments.rollouts import tools_of
 from dschat_ppo.features.environments.shown_sections import sections_of
 from dschat_ppo.features.environments.tool_calls import (
     MalformedCallError,
@@ -406,5 +406,5 @@ def test_it_is_said_before_the_processes_of_a_run_begin(tmp_path):
     file.write_text(f"def add(a: int) -> int:\n{described}    return a\n")
     flags = FeatureFlags((EnvironmentFlags(tools=[f"{file}:add"]),))
     with pytest.raises(UserError, match=r"--tools .*own.py:add.*cannot be read back"):
-        described_tools(flags, calling(GRANITE), 100)
-    assert described_tools(flags, calling(QWEN), 100)[0]["function"]["name"] == "add"
+        tools_of(flags, calling(GRANITE), 100)
+    assert tools_of(flags, calling(QWEN), 100)[0]["function"]["name"] == "add"
