@@ -30,7 +30,6 @@ from dschat_ppo.ppo.components import PPOComponents, PPOData
 from dschat_ppo.ppo.evaluation import Evaluation
 from dschat_ppo.ppo.followers import Follower
 from dschat_ppo.ppo.loop import run
-from dschat_ppo.ppo.mini_dataset import TextBatches
 from dschat_ppo.ppo.resumable import ResumablePPO
 from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.ppo.step_report import PPOReport
@@ -47,7 +46,7 @@ FLAGS = (
 EVERYTHING = (
     "--critic_warmup_rollouts 1 --entropy_target 9 --entropy_coef 0.01 --entropy_delta 0.005"
     " --kl_target 0.05 --kl_horizon 8 --normalize_rewards running"
-    " --unsup_coef 0.5 --eval_data_path unused --eval_interval 2 --eval_batch_size 2"
+    " --eval_data_path unused --eval_interval 2 --eval_batch_size 2"
 )
 
 
@@ -194,7 +193,7 @@ def config_of(assets: Path, folder: Path, words: str = ""):
 class PlainRun:
     """A run of step 3 with `words` as further flags; its outputs are in `folder`."""
 
-    def __init__(self, assets: Path, folder: Path, words: str = ""):
+    def __init__(self, assets: Path, folder: Path, words: str = "", further_data=()):
         folder.mkdir(exist_ok=True)
         self.folder = folder
         self.config = config = config_of(assets, folder, words)
@@ -203,15 +202,10 @@ class PlainRun:
         plan = plan_ppo(config.ppo, PROMPTS, 1, config.algorithm.critic_warmup_rollouts)
         self.reward = TokenSum(self)
         mixture = RewardMixture([(self.reward, 1.0)])
-        texts = None
-        if "--unsup_coef" in words:
-            blocks = Dataset.from_dict(
-                {"prompt_ids": [[7]] * 5, "answers": [[[9, 10 + row]] for row in range(5)]}
-            )
-            texts = TextBatches(blocks, plan.global_batch, 1, 3, 0, CPU)
         engines = PlainEngines(assets, config)
         rows = TokenRows(prompts_of(PROMPTS), None)
-        self.ppo = PPOComponents(config, plan, PPOData(rows, tokenizer, texts), engines, mixture)
+        data = PPOData(rows, tokenizer, further_data)
+        self.ppo = PPOComponents(config, plan, data, engines, mixture)
         self.saved_best: list[tuple[float, int]] = []
         self.evaluation = None
         if config.validation.eval_data_path:
@@ -375,8 +369,6 @@ def watch(run: PlainRun) -> list[Any]:
             after_step=after_step,
         )
     )
-    if ppo.texts is not None:
-        note(ppo.texts, "take", lambda: "texts")
     if run.evaluation is not None:
         note(run.evaluation, "run", lambda step: f"evaluate {step} {mode()}")
     return did

@@ -134,7 +134,7 @@ MOST_LINES, MOST_CHARACTERS = 12, 100  # of a diff: changes, and characters of a
 CONTENTS = "contents of "
 _ABSENT = object()
 
-EVAL_ROWS, TEXT_BLOCKS = "evaluation rows (SHA-256)", "blocks of plain text (SHA-256)"
+EVAL_ROWS = "evaluation rows (SHA-256)"
 MANY_ROWS, DIGEST = 50_000, "digest"
 _SHORT = 16  # hex digits, enough to detect an accidental change
 SAMPLES, SAMPLE_BYTES = 64, 2**16  # read of each large file of weights

@@ -192,15 +192,6 @@ class PPOFlags:
     enable_test_mode: bool = flag(False, "stop after --test_stop_step PPO steps")
     test_stop_step: int = not_negative(0, "number of PPO steps with --enable_test_mode")
 
-    unsupervised_dataset_name: str | None = flag(
-        None,
-        "data set with a column `text` for the PTX loss: language modelling in the same updates as"
-        " PPO; not given: off",
-    )
-    unsupervised_dataset_config_name: str | None = flag(
-        None, "configuration of --unsupervised_dataset_name on the hub"
-    )
-    unsup_coef: float = not_negative(27.8, "weight of the PTX loss")
     align_overflow: bool = flag(
         False,
         "skip the updates of both actor and critic when the fp16 gradients of either overflow",

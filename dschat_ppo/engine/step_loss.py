@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dschat_ppo.features import hooks
 from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.types import Engine
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,16 @@ class StepTerm:
     added_to: Callable[[StepLoss], StepLoss]  # collective; may run forward passes
 
 
-def step_terms(config: Any, model: Any) -> list[StepTerm]:
-    """The terms that the features add to the loss of `model`, a `PolicyModel` or `ScalarModel`, in
-    a run with these flags. A feature offers them as `step_terms.term_of(config, model)`, a
-    `StepTerm` or None."""
-    terms = [term_of(config, model) for term_of in hooks("step_terms.term_of")]
+def step_terms(config: Any, engine: Engine, further_batches: Mapping[str, Any]) -> list[StepTerm]:
+    """The terms that the features add to the loss of an engine. A feature offers them as
+    `step_terms.term_of` with these arguments, a `StepTerm` or None.
+
+    Args:
+        config: the flags.
+        engine: trains a `PolicyModel` or `ScalarModel`.
+        further_batches: the batches of data that features have added to the run, by name.
+    """
+    terms = [term_of(config, engine, further_batches) for term_of in hooks("step_terms.term_of")]
     return [term for term in terms if term is not None]
 
 

@@ -12,6 +12,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+# A term of an optimizer step that reads its mini-batch ("router") stands before one that adds
+# micro-batches ("ptx").
 FEATURES = (
     "averages",
     "distillation",
@@ -19,6 +21,7 @@ FEATURES = (
     "process_rewards",
     "router",
     "sequence_parallel",
+    "ptx",
 )
 
 

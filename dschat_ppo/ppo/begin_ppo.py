@@ -4,15 +4,14 @@ the batch plan."""
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-from datasets import Dataset
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from dschat_ppo.checkpoint.identity import EVAL_ROWS, TEXT_BLOCKS, RunInputs
+from dschat_ppo.checkpoint.identity import EVAL_ROWS, RunInputs
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.own_functions import own_files
@@ -20,7 +19,8 @@ from dschat_ppo.common.phases import announce
 from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
 from dschat_ppo.config.distillation_flags import TEACHER
 from dschat_ppo.config.ppo_config import PPOConfig
-from dschat_ppo.data.prepare import TokenRows, prepare, text_blocks
+from dschat_ppo.data.further_data import FurtherData, prepare_further_data
+from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import check_zero_plus_plus, require_agreement
 from dschat_ppo.engine.rlhf_engine import ModelFolders
@@ -31,11 +31,10 @@ from dschat_ppo.models.adapters import adapter_settings
 from dschat_ppo.models.kernel_selection import check_attention
 from dschat_ppo.models.loading import check_sequence_classifier, load_config, require_length
 from dschat_ppo.models.model_folders import base_folder, is_adapter_folder, model_folder, with_bases
-from dschat_ppo.models.tokenizers import filler_id, load_tokenizer, read_tokenizer
+from dschat_ppo.models.tokenizers import load_tokenizer, read_tokenizer
 from dschat_ppo.models.vocabulary import check_vocabulary
 from dschat_ppo.ppo.components import PPOData
 from dschat_ppo.ppo.generation_settings import check_stop_ids
-from dschat_ppo.ppo.mini_dataset import TextBatches
 from dschat_ppo.ppo.own_algorithms import check_own_functions
 from dschat_ppo.ppo.rollouts import described_tools
 from dschat_ppo.rewards.build_rewards import (
@@ -252,7 +251,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
         config.schedule.max_steps,
         dist.on_gpu(),
     )
-    texts = plain_texts(config, plan, tokenizer, device)
+    further_data = prepare_further_data(config, plan, tokenizer, device)
     planned_steps = None
     if not config.validate_only:
         show_ppo_batches(config, plan)
@@ -264,11 +263,12 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
         session = open_session(
             output,
             config,
-            inputs_of(config, folders, rows, texts),
+            inputs_of(config, folders, rows, further_data),
             derived_batch_sizes(config, plan),
             plan.ppo_steps,
         )
-    return BegunPPO(output, folders, PPOData(rows, tokenizer, texts), plan, session, started)
+    data = PPOData(rows, tokenizer, further_data)
+    return BegunPPO(output, folders, data, plan, session, started)
 
 
 def _tokenised_prompts(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
@@ -326,9 +326,9 @@ def derived_batch_sizes(config: PPOConfig, plan: PPOPlan) -> dict[str, int]:
 
 
 def inputs_of(
-    config: PPOConfig, folders: ModelFolders, rows: TokenRows, texts: TextBatches | None
+    config: PPOConfig, folders: ModelFolders, rows: TokenRows, further_data: Sequence[FurtherData]
 ) -> RunInputs:
-    """What a run of step 3 reads: models, rows, plain `texts`, and files of the user. Without
+    """What a run of step 3 reads: models, rows, further data, and files of the user. Without
     --ref_model_name_or_path there is no entry for the reference, which is loaded from the actor's
     folder."""
     models = []
@@ -338,9 +338,6 @@ def inputs_of(
             models.append((flag, folder))
     for (route, _), folder in zip(config.teacher.teachers, folders.teachers, strict=True):
         models.append((" ".join([TEACHER, *map(str, route)]), folder))
-    text_rows = None
-    if texts is not None:
-        text_rows = texts.rows
     evaluation_functions = []
     if config.validation.eval_reward_function:
         evaluation_functions = [config.validation.eval_reward_function]
@@ -349,7 +346,7 @@ def inputs_of(
         files_of_features += files(config)
     return RunInputs(
         rows.train,
-        {EVAL_ROWS: rows.eval, TEXT_BLOCKS: text_rows},
+        {EVAL_ROWS: rows.eval, **{data.rows_name: data.rows for data in further_data}},
         with_bases(models),
         [
             ("--deepspeed_config", config.run.deepspeed_config),
@@ -362,31 +359,6 @@ def inputs_of(
             *function_files("--reward_function", config.rewards.reward_function),
             *function_files("--eval_reward_function", evaluation_functions),
         ],
-    )
-
-
-def plain_texts(
-    config: PPOConfig, plan: PPOPlan, tokenizer: PreTrainedTokenizerBase, device: torch.device
-) -> TextBatches | None:
-    """Plain text for the PTX loss, in blocks of as many tokens as the longest row, for batches on
-    `device`; None if the flags name none. `plan` gives the rows of an optimizer step and of a
-    micro-batch."""
-    ppo = config.ppo
-    if ppo.unsupervised_dataset_name is None:
-        return None
-    length = ppo.max_prompt_seq_len + ppo.max_answer_seq_len
-    blocks: Dataset = text_blocks(
-        ppo.unsupervised_dataset_name,
-        ppo.unsupervised_dataset_config_name,
-        tokenizer,
-        length,
-        config.data,
-    )
-    micro_batch = max(
-        1, min(plan.flags.per_device_training_batch_size, plan.micro_batch_tokens // length)
-    )
-    return TextBatches(
-        blocks, plan.global_batch, micro_batch, config.run.seed, filler_id(tokenizer), device
     )
 
 

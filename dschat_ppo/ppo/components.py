@@ -17,6 +17,7 @@ from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.on_policy import OldLogprobs, describe, old_logprobs_source
 from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.data.further_data import FurtherData
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.optimizer_step import accumulate, apply, learning_rates
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
@@ -28,7 +29,7 @@ from dschat_ppo.ppo.advantages import AdvantageComputation, early_rewards_of
 from dschat_ppo.ppo.collect import ExperienceCollection
 from dschat_ppo.ppo.followers import followers_of_run
 from dschat_ppo.ppo.group_pool import GroupPool
-from dschat_ppo.ppo.mini_dataset import MiniBatch, MiniDataset, TextBatches
+from dschat_ppo.ppo.mini_dataset import MiniBatch, MiniDataset
 from dschat_ppo.ppo.own_algorithms import own_metrics
 from dschat_ppo.ppo.rollout_sampler import RolloutSampler
 from dschat_ppo.ppo.rollouts import RolloutExtension
@@ -46,7 +47,7 @@ class PPOData:
 
     rows: TokenRows  # prompts
     tokenizer: PreTrainedTokenizerBase  # of the actor
-    texts: TextBatches | None = None  # blocks of plain text for the PTX loss
+    further_data: Sequence[FurtherData] = ()
 
 
 class PPOComponents:
@@ -80,7 +81,7 @@ class PPOComponents:
         self.plan = plan
         self.engines = engines
         self.device = dist.device()
-        self.texts = data.texts
+        self.further_data = data.further_data
         self.data_sources = data.rows.sources
         self.state = PPOState()
         self.clock = PhaseClock()
@@ -114,7 +115,7 @@ class PPOComponents:
             config=config,
             minimum_length=self.minimum_length,
             engines=engines,
-            texts=data.texts,
+            further_batches={more.name: more.batches for more in data.further_data},
             entropy_coef=self.entropy_coef,
             nonfinite=self.nonfinite,
             clock=self.clock,

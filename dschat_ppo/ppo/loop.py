@@ -99,7 +99,7 @@ def update(ppo: PPOComponents, minibatch: MiniBatch, step: int) -> None:
     holds (b, R) tensors of this rank's rows. Collective."""
     objectives = []
     if step > ppo.plan.warmup_rollouts:  # critic warm-up: until then, only the critic trains
-        # clipped ratio x advantage, entropy, KL, PTX
+        # clipped ratio x advantage, entropy, KL, further terms
         objectives.append(ppo.updates.actor_objective(minibatch))
 
     if ppo.engines.critic is not None:

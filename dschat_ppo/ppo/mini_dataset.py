@@ -1,5 +1,4 @@
-"""The rows of all ranks, and the mini-batches that optimizer steps train on; plain text for the PTX
-loss."""
+"""The rows of all ranks, and the mini-batches that optimizer steps train on."""
 
 from __future__ import annotations
 
@@ -8,14 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
-from datasets import Dataset
 from torch import Tensor
 
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common import dist
 from dschat_ppo.common.phases import block
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.data.batches import IndexStream, SFTBatch, collate_sft
 from dschat_ppo.models.micro_batches import RowPrompts, deal, split_by_tokens
 from dschat_ppo.types import (
     Experience,
@@ -26,7 +23,6 @@ from dschat_ppo.types import (
     row_lengths,
     select_rows,
     tensors_of,
-    to_device,
     with_columns,
 )
 
@@ -141,31 +137,3 @@ def gather_rows(rows: Forwarded, of_group: bool = False) -> Forwarded:
     with block("gather rows"):
         gathered = dist.gather_together([*columns.values()], group)
     return with_columns(padded, dict(zip(columns, gathered, strict=True)))
-
-
-@dataclass(eq=False)
-class TextBatches:
-    """Serves to each optimizer step as many blocks of text as the step has rows."""
-
-    rows: Dataset  # of `data.prepare.text_blocks`
-    rows_per_update: int  # over all ranks; a multiple of `micro_batch` times the ranks
-    micro_batch: int
-    seed: int
-    pad_id: int  # any id; padding is masked
-    device: torch.device
-
-    def __post_init__(self) -> None:
-        self.stream = IndexStream(self.rows, self.seed)
-
-    def take(self) -> tuple[list[SFTBatch], Tensor]:
-        """This rank's micro-batches of the next optimizer step, and the number of tokens of all
-        ranks. Collective."""
-        indices = self.stream.take(self.rows_per_update)[dist.data_rank() :: dist.data_ranks()]
-        batches = []
-        for start in range(0, len(indices), self.micro_batch):
-            batch_indices = indices[start : start + self.micro_batch]
-            batch = collate_sft(self.rows, batch_indices, self.pad_id, True)
-            batches.append(to_device(batch, self.device))
-        counts = torch.stack([batch.loss_mask.sum() for batch in batches])
-        # ranks that share rows have the same blocks
-        return batches, dist.all_reduce(counts.sum()) // dist.ranks_of_row()

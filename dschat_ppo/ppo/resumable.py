@@ -46,9 +46,6 @@ class ResumablePPO:
     def shared_state(self) -> dict[str, Any]:
         """The state that all ranks have in common."""
         ppo = self.ppo
-        text_position = None
-        if ppo.texts is not None:
-            text_position = ppo.texts.stream.state_dict()
         best = None
         if self.evaluation is not None:
             best = self.evaluation.best
@@ -59,7 +56,7 @@ class ResumablePPO:
             "entropy_coef": ppo.entropy_coef.state_dict(),
             "health": self.health.state_dict(),
             "nonfinite": ppo.nonfinite.state_dict(),
-            "texts": text_position,
+            **{data.name: data.batches.state_dict() for data in ppo.further_data},
             "best": best,
             "files": {file.path.name: file.saved_offset() for file in self.files},
         }
@@ -85,10 +82,8 @@ class ResumablePPO:
             load_saved("--entropy_target", shared["entropy_coef"], ppo.entropy_coef.load_state_dict)
         self.health.load_state_dict(shared["health"])
         ppo.nonfinite.load_state_dict(shared["nonfinite"])
-        if ppo.texts is not None:
-            load_saved(
-                "--unsupervised_dataset_name", shared["texts"], ppo.texts.stream.load_state_dict
-            )
+        for data in ppo.further_data:
+            load_saved(data.flag, shared.get(data.name), data.batches.load_state_dict)
         if self.evaluation is not None and shared["best"] is not None:
             self.evaluation.best = tuple(shared["best"])
         for file in self.files:

@@ -1,4 +1,4 @@
-"""The losses of a micro-batch in step 3: of the actor, of the critic, and of plain text.
+"""The losses of a micro-batch in step 3: of the actor and of the critic.
 
 The loss of a micro-batch is its share of the loss of the whole optimizer step: the sum over the
 micro-batches of all ranks is the loss of the step.
@@ -7,7 +7,7 @@ micro-batches of all ranks is the loss of the step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -27,12 +27,10 @@ from dschat_ppo.algorithms.kl import kl_k3
 from dschat_ppo.common import dist
 from dschat_ppo.common.own_functions import function_named
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
-from dschat_ppo.data.batches import SFTBatch
-from dschat_ppo.engine.step_loss import StepLoss, StepTerm
 from dschat_ppo.models.wrapped_models import response_logprobs, response_values
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo.loss_terms import LossTerm
-from dschat_ppo.ppo.mini_dataset import MiniBatch, TextBatches
+from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.types import Experience, MinimumLength, Model, RewardedRollout, Rollout
 
 
@@ -254,33 +252,3 @@ def critic_loss(
     sums.add_sum("value/loss", loss, loss.new_full((), minibatch.metric_weight))
     sums.add_mean("value/clip_fraction", clipped.float(), mask)
     return loss
-
-
-def ptx_term(actor: Model, texts: TextBatches, coef: float) -> StepTerm:
-    """The loss of plain text as a term of the actor's loss, weighted by `coef`: each optimizer step
-    takes the next texts, in micro-batches of their own (Ouyang et al. 2022, PPO-ptx)."""
-
-    def added_to(step_loss: StepLoss) -> StepLoss:
-        text_batches, text_tokens = texts.take()
-
-        def loss(batch: Experience | SFTBatch, sums: MetricSums) -> Tensor:
-            if isinstance(batch, SFTBatch):
-                return coef * ptx_loss(actor, batch, text_tokens, sums)
-            return step_loss.loss(batch, sums)
-
-        return replace(
-            step_loss,
-            batches=[*step_loss.batches, *text_batches],
-            loss=loss,
-            constants=step_loss.constants | {"text_tokens": text_tokens},
-        )
-
-    return StepTerm("ptx", coef, added_to)
-
-
-def ptx_loss(actor: Model, batch: SFTBatch, num_tokens: Tensor, sums: MetricSums) -> Tensor:
-    """Sum of `-log p(token)` of plain text, divided by `num_tokens` of the optimizer step; scalar
-    with gradient."""
-    logprobs = actor(batch.input_ids, batch.loss_mask)[0]
-    sums.add_mean("policy/ptx_loss", -logprobs.detach())
-    return -logprobs.sum() / num_tokens

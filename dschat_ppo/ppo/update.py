@@ -3,7 +3,7 @@ update."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,14 +25,13 @@ from dschat_ppo.engine.step_loss import StepLoss, step_terms, with_terms
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite import NonFinitePolicy
 from dschat_ppo.ppo.loss_terms import loss_terms
-from dschat_ppo.ppo.mini_dataset import MiniBatch, TextBatches
+from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.token_losses import (
     KL_OF_UPDATE,
     LARGEST_LOG_RATIO,
     ActorLoss,
     RecordedTokens,
     critic_loss,
-    ptx_term,
 )
 from dschat_ppo.types import Engine, Experience, MinimumLength, RewardedRollout
 
@@ -67,7 +66,7 @@ class PPOUpdate:
     config: PPOConfig
     minimum_length: MinimumLength | None  # of sampling
     engines: RLHFEngine
-    texts: TextBatches | None  # blocks for the PTX loss
+    further_batches: Mapping[str, Any]  # batches that features have added to the run, by name
     entropy_coef: AdaptiveEntropy | FixedCoefficient
     nonfinite: NonFinitePolicy
     clock: PhaseClock
@@ -85,9 +84,7 @@ class PPOUpdate:
             has_policy_loss=self.config.has_policy_loss,
         )
         # of the actor's loss over a whole optimizer step
-        self.terms = step_terms(self.config, actor.module)
-        if self.texts is not None:
-            self.terms.append(ptx_term(actor, self.texts, self.config.ppo.unsup_coef))
+        self.terms = step_terms(self.config, actor, self.further_batches)
 
     def actor_sum(self) -> str:
         """The loss of the actor as the sum of its terms, for the log."""
@@ -103,9 +100,8 @@ class PPOUpdate:
         return " ".join(summands).removeprefix("+ ")
 
     def actor_objective(self, minibatch: MiniBatch[Experience]) -> EngineObjective:
-        """The policy loss of the `minibatch`, with the terms of the whole optimizer step: that of
-        plain text takes the next texts, and others may run forward passes over the mini-batch.
-        Collective."""
+        """The policy loss of the `minibatch`, with the terms of the whole optimizer step, which may
+        take further data, and run forward passes over the mini-batch. Collective."""
         entropy_coef = self.entropy_coef.value
         recorded = None
         if minibatch.micro_batches[0].old_logprobs is None:

@@ -105,8 +105,9 @@ class SupervisedTrainer(Generic[Batch]):
         # the last measurements of the model, and the step after which they were made
         self.described: dict[str, float | str] = {}
         self.described_step: int | None = None
-        self.terms = step_terms(config, model)  # of the loss, beside that of the objective
         self.engine = self._build_engine(model, ds_config, config)
+        # of the loss, beside that of the objective
+        self.terms = step_terms(config, self.engine, further_batches={})
         self.rows = rows
         if objective.prepare is not None:
             with self.clock.phase("prepare"):

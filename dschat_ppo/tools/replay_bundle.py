@@ -21,6 +21,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import SFTBatch
 from dschat_ppo.engine.optimizer_step import set_random_state
 from dschat_ppo.errors import UserError
+from dschat_ppo.features import hooks
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.loading import ModelChanges, load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.model_folders import model_folder
@@ -29,7 +30,7 @@ from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite import BUNDLE, MODEL, bad_rows
 from dschat_ppo.ppo.loss_terms import loss_terms
 from dschat_ppo.ppo.mini_dataset import MiniBatch
-from dschat_ppo.ppo.token_losses import ActorLoss, critic_loss, ptx_loss
+from dschat_ppo.ppo.token_losses import ActorLoss, critic_loss
 from dschat_ppo.supervised.sft import SFTTeacher, sft_loss
 from dschat_ppo.supervised.train_preference import OBJECTIVES
 from dschat_ppo.types import Experience, MinimumLength, RewardedRollout, record_of, to_device
@@ -145,10 +146,14 @@ def loss_function(bundle: dict[str, Any], config: Any, model: Any) -> Callable[[
     if bundle["role"] == "critic":
         return lambda rows: critic_loss(model, rows, minibatch, config.algorithm, sums)
     actor_loss = _actor_loss(bundle, config, model)
+    # kind of micro-batch that a term of the optimizer step has added -> its loss
+    losses: dict[type, Callable[[Any], Tensor]] = {}
+    for losses_of_batches in hooks("step_terms.losses_of_batches"):
+        losses |= losses_of_batches(config, model, constants, sums)
 
     def loss_of(rows: Any) -> Tensor:
-        if isinstance(rows, SFTBatch):
-            return config.ppo.unsup_coef * ptx_loss(model, rows, constants["text_tokens"], sums)
+        if type(rows) in losses:
+            return losses[type(rows)](rows)
         return actor_loss(rows, minibatch, constants["entropy_coef"], sums)
 
     return loss_of

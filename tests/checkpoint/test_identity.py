@@ -30,11 +30,11 @@ from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import STEPS, parse
 from dschat_ppo.config.distillation_flags import TEACHER
 from dschat_ppo.config.step_config import defaults_of, flatten
+from dschat_ppo.data.further_data import FurtherData
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.models.model_folders import with_bases
 from dschat_ppo.ppo.begin_ppo import derived_batch_sizes, inputs_of
-from dschat_ppo.ppo.mini_dataset import TextBatches
 from dschat_ppo.rewards.function_reward import function_files
 
 SFT = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"]
@@ -317,13 +317,13 @@ def test_step_3_fingerprints_every_model_and_file_that_it_reads(folder):
     )
     models += f" {TEACHER} x=s y=t"
     config = parse("ppo", f"{STEP_3} {models} {own}".split())
-    texts = TextBatches(TRAIN, 1, 1, 0, 0, torch.device("cpu"))
+    further_data = [FurtherData("more", "--more", TRAIN, "further rows (SHA-256)", None)]
     rows = TokenRows(TRAIN, TRAIN.select([0]))
-    found = inputs_of(config, ModelFolders("A", "C", "R", "F", ("S", "T")), rows, texts)
+    found = inputs_of(config, ModelFolders("A", "C", "R", "F", ("S", "T")), rows, further_data)
     assert found.train is TRAIN
     assert found.rows == {
         "evaluation rows (SHA-256)": rows.eval,
-        "blocks of plain text (SHA-256)": TRAIN,
+        "further rows (SHA-256)": TRAIN,
     }
     folders = {"actor": "A", "critic": "C", "reward": "R", "ref": "F"}
     folders = {f"--{role}_model_name_or_path": path for role, path in folders.items()}

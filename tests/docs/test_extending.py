@@ -209,9 +209,7 @@ def test_a_checkpoint_belongs_to_the_files_of_estimator_and_loss(files):
         "--policy_loss",
         of_flag("--policy_loss"),
     ]
-    inputs = inputs_of(
-        config(*words), ModelFolders("model", None, None), TokenRows(None, None), None
-    )
+    inputs = inputs_of(config(*words), ModelFolders("model", None, None), TokenRows(None, None), [])
     found = {flag: path for flag, path in inputs.files if flag in words}
     assert found == {
         words[0]: str(files / "leave_one_out.py"),
@@ -220,7 +218,7 @@ def test_a_checkpoint_belongs_to_the_files_of_estimator_and_loss(files):
     assert not {"--advantage_estimator", "--policy_loss"} & {
         flag
         for flag, _ in inputs_of(
-            config(), ModelFolders("model", None, None), TokenRows(None, None), None
+            config(), ModelFolders("model", None, None), TokenRows(None, None), []
         ).files
     }
 

@@ -14,6 +14,7 @@ from dschat_ppo.checkpoint.manager import RankStates
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.health_flags import PPOHealthFlags
 from dschat_ppo.data.batches import IndexStream
+from dschat_ppo.data.further_data import FurtherData
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.nonfinite import NonFinitePolicy
 from dschat_ppo.ppo.followers import Follower
@@ -43,7 +44,7 @@ class Weights:
 
 
 def resumable(
-    words: str = "", texts=False, follows=False, evaluation=False, collection=""
+    words: str = "", further=False, follows=False, evaluation=False, collection=""
 ) -> ResumablePPO:
     """Step 3 without engines; `collection`: flags of the experience collection."""
     config = parse("ppo", f"{WORDS} {words}".split())
@@ -59,7 +60,7 @@ def resumable(
         followers=[Follower("--follow", "following", Weights())] if follows else [],
         entropy_coef=entropy_coef,
         state=PPOState(),
-        texts=SimpleNamespace(stream=IndexStream(range(5), seed=2)) if texts else None,
+        further_data=[FurtherData("more", "--more", [], "", IndexStream(range(5), 2))] * further,
         nonfinite=NonFinitePolicy(config.safety),
         advantage_computation=computation(),
         collection=collection_of(collection),
@@ -79,12 +80,12 @@ def resume(before: ResumablePPO, after: ResumablePPO) -> ResumablePPO:
 def test_parts_are_restored_and_those_that_are_off_now_are_ignored(capsys):
     """`test_loop.py` compares whole runs."""
     before, after = (
-        resumable(ENTROPY, texts=True, follows=True, evaluation=True) for _ in range(2)
+        resumable(ENTROPY, further=True, follows=True, evaluation=True) for _ in range(2)
     )
     before.ppo.state.begin_updates(experience(range(3)), {"a": 1.0})
     before.ppo.state.count_update(Outcome({"actor": 2.0}, []))
     before.ppo.entropy_coef.update(1.0, 1)
-    before.ppo.texts.stream.take(2)
+    before.ppo.further_data[0].batches.take(2)
     before.ppo.nonfinite.load_state_dict({"in_a_row": {}, "skipped": 3, "overflows": {"actor": 2}})
     before.evaluation.best = (0.5, 3)
     metrics = {
@@ -98,7 +99,7 @@ def test_parts_are_restored_and_those_that_are_off_now_are_ignored(capsys):
     assert after.position == (0, 1) and after.ppo.state.sums.reduce() == {
         "optim/grad_norm/actor": 2.0
     }
-    assert after.ppo.texts.stream.taken == 2
+    assert after.ppo.further_data[0].batches.taken == 2
     assert after.ppo.entropy_coef.value == 0.015 and after.evaluation.best == (0.5, 3)
     assert after.ppo.nonfinite.metrics("actor") == {
         "optim/nonfinite_skipped": 3,
@@ -140,15 +141,15 @@ def test_what_the_ranks_measured_is_counted_once_on_any_number_of_ranks(
 
 
 def test_what_was_off_starts_from_the_flags(capsys):
-    after = resume(resumable(), resumable(ENTROPY, texts=True, follows=True, evaluation=True))
+    after = resume(resumable(), resumable(ENTROPY, further=True, follows=True, evaluation=True))
     said = capsys.readouterr().out
     assert sorted(said.splitlines(keepends=True)) == [
         f"{flag}{BEGINS}"
         for flag in (
             "--entropy_target",
             "--follow",
-            "--unsupervised_dataset_name",
+            "--more",
         )
     ]
-    assert after.ppo.entropy_coef.value == 0.01 and after.ppo.texts.stream.taken == 0
+    assert after.ppo.entropy_coef.value == 0.01 and after.ppo.further_data[0].batches.taken == 0
     assert after.ppo.followers[0].weights.did == ["parts of 0"] and after.evaluation.best is None

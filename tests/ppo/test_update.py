@@ -1,7 +1,6 @@
 """The update of actor and critic: losses of a micro-batch by hand, and what each outcome of a step
 leads to."""
 
-import dataclasses
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,8 +17,8 @@ from dschat_ppo.algorithms.kl import KL_ESTIMATORS
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.cli import parse
-from dschat_ppo.data.batches import SFTBatch
 from dschat_ppo.engine.optimizer_step import Fault, StepResult
+from dschat_ppo.engine.step_loss import StepTerm
 from dschat_ppo.models.pass_observers import observed
 from dschat_ppo.models.wrapped_models import PolicyModel, ResponseLogprobs
 from dschat_ppo.monitor.metric_sums import MetricSums
@@ -307,7 +306,6 @@ CONSTANTS = {
     "value_tokens": 5.0,
     "metric_weight": 0.25,
 }
-TEXT = SFTBatch(*[None] * len(dataclasses.fields(SFTBatch)))
 GOOD, NOT_APPLIED = StepResult(2.0, applied=True), StepResult(math.inf, applied=False)
 OVERFLOW = StepResult(math.inf, applied=False, overflow=True)
 BAD = StepResult(math.inf, applied=False, fault=Fault("loss", 0, 0, [[math.nan]], [torch.ones(1)]))
@@ -335,7 +333,6 @@ class Engines:
         self.log_ratios = torch.tensor(log_ratios)
         for name in ("accumulate", "apply", "apply_together", "critic_loss"):
             monkeypatch.setattr(update, name, getattr(self, name))
-        monkeypatch.setattr(token_losses, "ptx_loss", self.ptx_loss)
         monkeypatch.setattr(update, "ActorLoss", lambda **_: self.actor_loss)
 
     def actor_loss(self, rows, minibatch, entropy_coef, sums, recorded):
@@ -349,10 +346,6 @@ class Engines:
     def critic_loss(self, critic, rows, minibatch, flags, sums, recorded):
         sums.add_mean("critic/seen", torch.tensor([1.0]))
         return rows
-
-    def ptx_loss(self, actor, rows, tokens, sums):
-        sums.add_mean("text/seen", torch.tensor([1.0]))
-        return torch.tensor(float(tokens))
 
     def accumulate(self, engine, batches, loss):
         self.done.append(f"{engine} gradients")
@@ -368,15 +361,13 @@ class Engines:
         return [self.results[part.engine] for part in parts]
 
 
-def one_step(
-    monkeypatch, words="", actor=GOOD, critic=GOOD, texts=None, policy=None, log_ratios=(0.2, -0.2)
-):
+def one_step(monkeypatch, words="", actor=GOOD, critic=GOOD, policy=None, log_ratios=(0.2, -0.2)):
     """(the engines, the outcome, the names that applied updates measured, the policy)"""
     config = parse("ppo", (WORDS + words).split())
     engines = Engines(monkeypatch, log_ratios, actor=actor, critic=critic)
     policy = policy or NonFinitePolicy(config.safety)
     roles = SimpleNamespace(actor=Named("actor"), critic="critic", frozen=lambda role: role)
-    updates = PPOUpdate(config, None, roles, texts, FixedCoefficient(0.01), policy, PhaseClock())
+    updates = PPOUpdate(config, None, roles, {}, FixedCoefficient(0.01), policy, PhaseClock())
     outcome = updates.minimise([updates.actor_objective(STEP), updates.critic_objective(STEP)], 3)
     measured = sorted(
         name for sums in outcome.sums for name in sums.reduce() if name.endswith("/seen")
@@ -384,18 +375,30 @@ def one_step(
     return engines, outcome, measured, policy
 
 
+def with_a_text(step_loss):
+    """A term of an optimizer step that adds a micro-batch, "text"."""
+
+    def loss(batch, sums):
+        if batch != "text":
+            return step_loss.loss(batch, sums)
+        sums.add_mean("text/seen", torch.tensor([1.0]))
+        return 3.0
+
+    constants = step_loss.constants | {"text_tokens": 6.0}
+    return replace(step_loss, batches=[*step_loss.batches, "text"], loss=loss, constants=constants)
+
+
 def test_each_engine_sees_its_micro_batches_and_constants(monkeypatch):
-    """PTX blocks follow the experience in the actor's step; a replay needs the constants."""
+    """What a term adds follows the experience in the actor's step; the loss needs the constants."""
     handled = []
     policy = SimpleNamespace(handle=lambda *given: handled.append(given))
-    texts = SimpleNamespace(take=lambda: ([TEXT], torch.tensor(6)))
-    engines, outcome, measured, _ = one_step(
-        monkeypatch, "--unsup_coef 0.5", texts=texts, policy=policy
-    )
-    assert engines.losses == {"actor": [(ROWS[0], 0.01), (ROWS[1], 0.01), 0.5 * 6], "critic": ROWS}
+    terms = [StepTerm("text", 0.5, with_a_text)]
+    monkeypatch.setattr(update, "step_terms", lambda config, engine, further_batches: terms)
+    engines, outcome, measured, _ = one_step(monkeypatch, policy=policy)
+    assert engines.losses == {"actor": [(ROWS[0], 0.01), (ROWS[1], 0.01), 3.0], "critic": ROWS}
     of_actor = {**CONSTANTS, "entropy_coef": 0.01, "text_tokens": 6.0, "minimum_length": None}
     assert handled == [
-        ("actor", 3, GOOD, "actor", [*ROWS, TEXT], of_actor),
+        ("actor", 3, GOOD, "actor", [*ROWS, "text"], of_actor),
         ("critic", 3, GOOD, "critic", ROWS, CONSTANTS),
     ]
     assert measured == ["actor/seen", "critic/seen", "text/seen"] and len(outcome.sums) == 2
@@ -464,7 +467,7 @@ def test_gradients_of_the_critic_that_wait_are_dropped_with_a_forbidden_aligned_
         config,
         None,
         roles,
-        None,
+        {},
         FixedCoefficient(0.01),
         NonFinitePolicy(config.safety),
         PhaseClock(),

@@ -6,11 +6,11 @@ from datasets import Dataset
 from dschat_ppo.common import dist
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.data.further_data import prepare_further_data
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.ppo.begin_ppo import plain_texts
 from dschat_ppo.ppo.collect import Prompts
 from dschat_ppo.ppo.components import PPOComponents, PPOData
 from dschat_ppo.ppo.loop import update
@@ -41,8 +41,8 @@ def ppo_of(config: PPOConfig, prompts: Dataset, device: torch.device) -> PPOComp
     rewards = build_sources(
         config.rewards, learned_reward(config, engines, tokenizer, plan.micro_batch_tokens)
     )
-    texts = plain_texts(config, plan, tokenizer, device)
-    data = PPOData(TokenRows(prompts, None), tokenizer, texts)
+    further_data = prepare_further_data(config, plan, tokenizer, device)
+    data = PPOData(TokenRows(prompts, None), tokenizer, further_data)
     return PPOComponents(config, plan, data, engines, rewards)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,14 +19,18 @@ from dschat_ppo.features.router.flags import RouterFlags
 from dschat_ppo.features.router.load import RouterLoad, RouterRecorder, load_balancing_loss
 from dschat_ppo.models.pass_observers import observed
 from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.types import Engine
 
 
-def term_of(config: StepConfig, model: Any) -> StepTerm | None:
+def term_of(
+    config: StepConfig, engine: Engine, further_batches: Mapping[str, Any]
+) -> StepTerm | None:
     """The term of a run with `--router_loss_coef`."""
     coef = config.of(RouterFlags).router_loss_coef
     if coef == 0:
         return None
-    return StepTerm("router", coef, RouterTerm(coef, router_top_k(model.config, "the model")))
+    top_k = router_top_k(engine.module.config, "the model")
+    return StepTerm("router", coef, RouterTerm(coef, top_k))
 
 
 @dataclass(frozen=True)
