@@ -114,12 +114,10 @@ class PlainEngines:
         self.reference = None
         if algorithm.has_reference:
             self.reference = FrozenEngine(language_model()).eval()
-        teachers = [name for _, name in config.teacher.teachers]
-        self.teachers = [
-            PolicyModel(LlamaForCausalLM.from_pretrained(name)).eval() for name in teachers
-        ]
-        self._of_role = {"reference": self.reference}
-        self._of_role |= zip(config.teacher.models, self.teachers, strict=True)
+        self.further = {
+            model.role: PolicyModel(LlamaForCausalLM.from_pretrained(model.name)).eval()
+            for model in config.further_models
+        }
         self.critic = None
         if algorithm.has_critic:
             critic = ScalarModel(LlamaForSequenceClassification.from_pretrained(assets / "reward"))
@@ -132,7 +130,7 @@ class PlainEngines:
         return {role: engine for role, engine in engines.items() if engine is not None}
 
     def frozen(self, role: str):
-        return self._of_role[role]
+        return {"reference": self.reference, **self.further}[role]
 
     def train(self) -> None:
         for engine in self.trained.values():

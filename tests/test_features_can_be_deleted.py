@@ -15,9 +15,7 @@ from dschat_ppo.features import FEATURES
 ROOT = Path(__file__).parent.parent
 COPIED = ("dschat_ppo", "training", "tests", "pyproject.toml")
 # features that the core still imports or asks for by name, and what hinders their deletion
-NOT_YET = {
-    "distillation": "ppo/components.py and ppo/score.py import its teachers",
-}
+NOT_YET: dict[str, str] = {}
 
 pytestmark = pytest.mark.ranks
 

@@ -267,7 +267,7 @@ def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def none(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of 0, for runs that learn from a teacher alone."""
+    """Advantages and returns of 0, for runs without a policy loss of their own."""
     return torch.zeros_like(inputs.rewards), torch.zeros_like(inputs.rewards)
 
 

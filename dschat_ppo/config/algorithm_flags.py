@@ -90,7 +90,7 @@ class AlgorithmFlags:
         "gae",
         "advantage estimator; only 'gae' trains a critic. The estimators that compare the answers"
         " to one prompt need --n_samples_per_prompt 2 or more. 'none': no policy loss, for"
-        " distillation alone. docs/extending.md says how to write one",
+        " runs that learn without rewards. docs/extending.md says how to write one",
     )
     gamma: float = unit(1.0, "discount factor per token")
     gae_lambda: float = unit(0.95, "lambda of generalised advantage estimation (gae)")

@@ -14,7 +14,7 @@ import yaml
 from dschat_ppo.config.flag_parser import FlagParser, flag_parser
 from dschat_ppo.config.help_text import asked_for_help, help_text
 from dschat_ppo.config.other_trainers import trains_critic, what_to_use
-from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.config.ppo_config import PPOConfig, learned_from
 from dschat_ppo.config.run_flags import WITHOUT_EFFECT
 from dschat_ppo.config.schema import read_settings, require
 from dschat_ppo.config.step_config import (
@@ -108,9 +108,6 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
         trains_critic=trains_critic(argv),
     )
     parser.set_defaults(**step.own_defaults | (given or {}))
-    for action in parser.flags:
-        if action.dest in step.own_checks:
-            action.check = step.own_checks[action.dest]  # type: ignore[attr-defined]
     topic = asked_for_help(argv)
     if topic is not None:
         _print_help(help_text(step_name, parser, topic))
@@ -201,8 +198,9 @@ def _missing(fields: Sequence[dataclasses.Field[Any]], values: dict[str, Any]) -
     )
     if missing and values.get("use_reward_model") and not has_reward_model:
         ways = "--reward_function"
-        if values.get("teacher_model_name_or_path"):
-            ways += ", or with --advantage_estimator none to learn from the teacher alone"
+        alone = learned_from(values)
+        if alone:
+            ways += f", or with --advantage_estimator none to learn from {alone} alone"
         missing.append(f"--critic_model_name_or_path (or --use_reward_model False with {ways})")
     return missing
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -325,6 +325,16 @@ class DataFlags:
 
 
 @dataclass(frozen=True)
+class PromptColumn:
+    """A further column of the token rows of prompts, of ids, which a feature adds."""
+
+    name: str
+    # (raw row, its `Example`, the `TokeniseSettings`) -> ids; `UserError` if the row has none
+    ids_of: Callable[[dict[str, Any], Any, Any], list[int]]
+    identity: str  # what the ids depend on beside these
+
+
+@dataclass(frozen=True)
 class StepData:
     """What one step wants of its data."""
 
@@ -341,8 +351,7 @@ class StepData:
     tools: Sequence[dict[str, Any]] = ()
     all_turns: bool = False  # whether every answer of a conversation trains
     use_settings: Any = None  # of a use that a feature adds; token rows depend on them
-    # of what a teacher reads in place of the prompt, for the use "prompt"
-    teacher_column: str | None = None
+    prompt_columns: Sequence[PromptColumn] = ()  # of features, for the use "prompt"
     # keep the answer of the row with the prompt, for the use "prompt"; see `form_use`
     keeps_answers: bool = False
     # use only the first rows of each data set, as if there were no others

@@ -3,11 +3,12 @@ effect."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.data_flags import StepData
-from dschat_ppo.config.distillation_flags import TEACHER, DistillationFlags, TeacherFlags
 from dschat_ppo.config.health_flags import PPOHealthFlags
 from dschat_ppo.config.ppo_flags import (
     EvaluationFlags,
@@ -17,7 +18,7 @@ from dschat_ppo.config.ppo_flags import (
     RewardSourceFlags,
 )
 from dschat_ppo.config.schema import flag, require_used
-from dschat_ppo.config.step_config import StepConfig, features_give_rewards, features_observe
+from dschat_ppo.config.step_config import StepConfig, features_give_rewards, flatten
 from dschat_ppo.errors import UserError
 from dschat_ppo.features import hooks
 
@@ -44,8 +45,6 @@ class PPOConfig(StepConfig):
     lora: PPOLoraFlags
     ppo_memory: PPOMemoryFlags
     reference: ReferenceFlags
-    teacher: TeacherFlags
-    distillation: DistillationFlags
     health: PPOHealthFlags
 
     kind = "ppo"
@@ -60,9 +59,8 @@ class PPOConfig(StepConfig):
         self._check_rollouts()
         self._check_reference()
         self._check_rewards()
-        self._check_teacher()
+        self._check_something_is_learned()
         self._check_memory()
-        self._check_rows_of_teachers()
         self._check_effects()
         super().__post_init__()
         if self.lora.share_base:
@@ -102,68 +100,46 @@ class PPOConfig(StepConfig):
             )
 
     def _check_rewards(self) -> None:
-        """Refuse a run that nothing rewards, and a learned reward without a model."""
+        """Refuse a learned reward without a model."""
         has_model = self.rewards.use_reward_model
         if has_model and "reward" not in self.models:
-            teacher_alone = ""
-            if self.distils:
-                teacher_alone = (
-                    ", or to learn from the teacher alone, --use_reward_model False"
+            without_rewards = ""
+            alone = learned_from(flatten(self))
+            if alone:
+                without_rewards = (
+                    f", or to learn from {alone} alone, --use_reward_model False"
                     " --advantage_estimator none"
                 )
             raise UserError(
                 "the learned reward needs --critic_model_name_or_path or"
                 " --reward_model_name_or_path (or set --use_reward_model False and give"
-                f" --reward_function or --remote_reward_url{teacher_alone})"
+                f" --reward_function or --remote_reward_url{without_rewards})"
             )
         if self.algorithm.normalize_rewards == "model" and not has_model:
             raise UserError(
                 "--normalize_rewards model needs a learned reward, but --use_reward_model is False"
             )
-        if not self.has_rewards and self.algorithm.advantage_estimator != "none":
+
+    def _check_something_is_learned(self) -> None:
+        """Refuse a run that nothing rewards or teaches."""
+        has_estimator = self.algorithm.advantage_estimator != "none"
+        # what features offer in place of rewards, such as "a model (--its_flag)"
+        alternatives = " or ".join(hooks("refusals.WITHOUT_REWARDS"))
+        if not self.has_rewards and has_estimator:
             sources = ["--reward_function", "--remote_reward_url"]
             for names in hooks("flags.REWARDING"):  # flags of a feature, each of which gives one
                 sources += names
+            without_rewards = ""
+            if alternatives:
+                without_rewards = f"; or {alternatives}, alone with --advantage_estimator none"
             listed = f"{', '.join(sources[:-1])} or {sources[-1]}"
             raise UserError(
-                f"--use_reward_model False leaves no reward: give {listed}; or"
-                " a teacher (--teacher_model_name_or_path) and, to learn from it alone,"
-                " --advantage_estimator none"
+                f"--use_reward_model False leaves no reward: give {listed}{without_rewards}"
             )
-
-    def _check_teacher(self) -> None:
-        """Refuse a teacher that the other flags leave without effect, and learning without one."""
-        from_teacher_alone = self.algorithm.advantage_estimator == "none"
-        if from_teacher_alone and not self.distils:
+        if not has_estimator and not learned_from(flatten(self)):
             raise UserError(
-                "--advantage_estimator none has no policy loss; give a teacher to learn from"
-                f" ({TEACHER})"
-            )
-        if self.distils and self.distill_coef == 0:
-            raise UserError("--distill_coef 0 leaves the teacher without effect; omit it")
-        evaluates = bool(self.validation.eval_data_path)
-        has_scores = self.has_rewards or self.validation.eval_reward_function is not None
-        if evaluates and not has_scores:
-            raise UserError(
-                "--eval_data_path: a teacher gives no score to held-out answers; give"
-                " --eval_reward_function as well"
-            )
-        fits_responses_of_data = (
-            from_teacher_alone
-            and self.ppo.n_samples_per_prompt == 1
-            and not features_observe(self)
-            and not self.distillation.distill_policy_gradient
-        )
-        if self.distillation.on_policy_share < 1 and not fits_responses_of_data:
-            raise UserError(
-                f"--distill_on {self.distillation.distill_on}: answers of the data are no samples"
-                " of the policy, so they take --advantage_estimator none and one answer to a prompt"
-                " (--n_samples_per_prompt 1), and neither episodes nor --distill_policy_gradient"
-            )
-        if self.teacher.offload_teacher_model and self.ppo.actor_zero_stage < 3:
-            raise UserError(
-                "--offload_teacher_model needs --actor_zero_stage 3: only ZeRO-3 keeps parameters"
-                " in host memory"
+                "--advantage_estimator none has no policy loss; give"
+                f" {alternatives or 'another one'}"
             )
 
     def _check_memory(self) -> None:
@@ -189,40 +165,14 @@ class PPOConfig(StepConfig):
                 f"--offload needs {stage_flags} 1, 2 or 3: stage 0 keeps everything on the device"
             )
 
-    def _check_rows_of_teachers(self) -> None:
-        """Refuse a divergence from a teacher where ranks share rows."""
-        if self.ranks_of_row > 1 and self.distill_loss_coef > 0:
-            raise UserError(
-                f"--sequence_parallel_size {self.ranks_of_row}: a divergence from a teacher needs"
-                " whole rows on a rank; use 1"
-            )
-
     def _check_effects(self) -> None:
         """Refuse flags that the rest of the configuration leaves without effect."""
         require_used(
             self.algorithm,
             "policy_loss clip_eps clip_eps_low clip_eps_high dual_clip high_entropy_share"
             " importance_correction off_policy_delta",
-            when=self.algorithm.advantage_estimator != "none" or self.teacher_gives_rewards,
-            purpose="a policy loss, which --advantage_estimator none has only with"
-            " --distill_policy_gradient",
-        )
-        with_teacher = f"a teacher ({TEACHER})"
-        with_divergence_loss = with_teacher
-        if self.distils:
-            with_divergence_loss = f"the loss of a divergence ({TEACHER})"
-        require_used(self.teacher, "distill_coef", when=self.distils, purpose=with_teacher)
-        require_used(
-            self.teacher,
-            "distill_loss distill_topk",
-            when=self.distill_loss_coef > 0,
-            purpose=with_divergence_loss,
-        )
-        require_used(
-            self.distillation,
-            "distill_on distill_policy_gradient",
-            when=self.distils,
-            purpose=with_teacher,
+            when=self.has_policy_loss,
+            purpose="a policy loss, which --advantage_estimator none does not have",
         )
         with_reference = "the reference, which --kl_coef or --kl_loss_coef above 0 compares with"
         require_used(
@@ -287,39 +237,23 @@ class PPOConfig(StepConfig):
         )
 
     @property
-    def distils(self) -> bool:
-        """Whether the actor learns from a teacher."""
-        return bool(self.teacher.teachers or self.distillation.teacher_prompt_column)
-
-    @property
-    def distill_coef(self) -> float:
-        """The weight of the divergence from the teacher, as a loss or in advantages; 0 without a
-        teacher."""
-        if self.teacher.distill_coef is None:
-            return float(self.distils)
-        return self.teacher.distill_coef
-
-    @property
-    def distill_loss_coef(self) -> float:
-        """The weight of the divergence as a loss; 0 if there is no such loss."""
-        if self.distillation.distill_policy_gradient or not self.distils:
-            return 0.0
-        return self.distill_coef
-
-    @property
-    def teacher_gives_rewards(self) -> bool:
-        """Whether the divergence from the teacher is in the advantages."""
-        return self.distils and self.distillation.distill_policy_gradient
-
-    @property
     def has_policy_loss(self) -> bool:
         """Whether there are advantages, from which the policy learns."""
-        return self.algorithm.advantage_estimator != "none" or self.teacher_gives_rewards
+        if self.algorithm.advantage_estimator != "none":
+            return True
+        return any(needs.policy_loss for needs in self.needs)
 
     @property
     def has_reference(self) -> bool:
         """Whether the reward or a loss compares with the reference."""
-        return self.algorithm.has_reference or (self.distils and not self.teacher.teachers)
+        return self.algorithm.has_reference or any(needs.reference for needs in self.needs)
+
+    @property
+    def compares_distributions(self) -> bool:
+        """Whether the whole distributions of policies are compared, not only at sampled tokens."""
+        if "full" in self.algorithm.kl_forms:
+            return True
+        return any(needs.whole_distributions for needs in self.needs)
 
     @property
     def training(self) -> PPOFlags:
@@ -333,18 +267,16 @@ class PPOConfig(StepConfig):
         return stages
 
     @property
-    def step_data(self) -> StepData:
+    def data_of_step(self) -> StepData:
         return StepData(
             "prompt",
             self.data,
             self.ppo.max_prompt_seq_len,
             eval_paths=self.validation.eval_data_path,
-            teacher_column=self.distillation.teacher_prompt_column,
-            keeps_answers=self.distillation.on_policy_share < 1,
         )
 
     @property
-    def models(self) -> dict[str, tuple[str, str]]:
+    def models_of_step(self) -> dict[str, tuple[str, str]]:
         ppo = self.ppo
         actor = ("--actor_model_name_or_path", ppo.actor_model_name_or_path)
         critic = None
@@ -367,7 +299,7 @@ class PPOConfig(StepConfig):
             models["critic"] = critic or reward or actor
         if reward is not None:
             models["reward"] = reward
-        return models | self.teacher.models
+        return models
 
     @property
     def validate_only(self) -> bool:
@@ -429,3 +361,10 @@ class PPOConfig(StepConfig):
         if self.ppo.old_logprobs == "auto":
             return self.run.dtype != "fp32" or self.algorithm.needs_training_logprobs
         return self.ppo.old_logprobs == "recompute"
+
+
+def learned_from(values: Mapping[str, Any]) -> str:
+    """What a run of step 3 with these values of flags can learn from without rewards, for messages;
+    "" for nothing. A feature offers `refusals.learned_from(values)`, as "the model" of its flag."""
+    sources = [learned_from(values) for learned_from in hooks("refusals.learned_from")]
+    return " and ".join(source for source in sources if source)

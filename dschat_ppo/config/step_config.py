@@ -4,12 +4,12 @@ without effect."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from dschat_ppo.config.batch_plan import times
 from dschat_ppo.config.data_flags import DataFlags, StepData
+from dschat_ppo.config.feature_needs import FurtherModel, Needs
 from dschat_ppo.config.health_flags import HealthFlags
 from dschat_ppo.config.run_flags import (
     AUTO,
@@ -96,8 +96,6 @@ class StepConfig(ABC):
     # in checkpoints; those of "dpo" are of the kind "reward"
     kind: ClassVar[Literal["sft", "reward", "ppo"]]
     own_defaults = dict[str, Any]()  # flag -> default that replaces that of a shared group
-    # flag -> a check of its value in this step alone, as in `schema.flag`
-    own_checks = dict[str, Callable[[Any], Any]]()
     own_notes = dict[str, str]()  # flag without effect in this step alone -> the reason
     micro_batch = "per_device_train_batch_size"  # the flag of the rows of a micro-batch
 
@@ -123,6 +121,16 @@ class StepConfig(ABC):
         return [*(getattr(self, name) for name in names), *self.features]
 
     @property
+    def needs(self) -> list[Needs]:
+        """What the features need with these flags. A feature offers `needs.needs_of(config)`."""
+        return [needs_of(self) for needs_of in hooks("needs.needs_of")]
+
+    @property
+    def further_models(self) -> list[FurtherModel]:
+        """The models that features add to those of the step."""
+        return [model for needs in self.needs for model in needs.models]
+
+    @property
     @abstractmethod
     def training(self) -> Any:
         """The group of flags of optimization, with --lr_scheduler_type, --num_warmup_steps and
@@ -135,10 +143,19 @@ class StepConfig(ABC):
         stage."""
 
     @property
-    @abstractmethod
     def models(self) -> dict[str, tuple[str, str]]:
-        """Role -> the flag that names its model, and the folder or hub name. Roles: "model"; of
-        step 3 "actor", and those that the run has of "reference", "critic" and "reward"."""
+        """Role -> the flag that names its model, and the folder or hub name: those of the step, and
+        then `further_models`."""
+        models = dict(self.models_of_step)
+        for model in self.further_models:
+            models[model.role] = (model.flag, model.name)
+        return models
+
+    @property
+    @abstractmethod
+    def models_of_step(self) -> dict[str, tuple[str, str]]:
+        """Those of `models` that the step has itself. Roles: "model"; of step 3 "actor", and those
+        that the run has of "reference", "critic" and "reward"."""
 
     @property
     @abstractmethod
@@ -146,9 +163,18 @@ class StepConfig(ABC):
         """Whether the run trains nothing."""
 
     @property
-    @abstractmethod
     def step_data(self) -> StepData:
-        """What the step wants of its data."""
+        """What the step wants of its data, and the features in it. A feature offers
+        `step_data.changed(config, data)`, which gives `data` with its own wishes."""
+        data = self.data_of_step
+        for changed in hooks("step_data.changed"):
+            data = changed(self, data)
+        return data
+
+    @property
+    @abstractmethod
+    def data_of_step(self) -> StepData:
+        """What the step itself wants of its data."""
 
     def warmup_steps(self, total: int) -> int:
         """Warm-up steps of a schedule of `total` optimizer steps."""

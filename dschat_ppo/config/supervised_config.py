@@ -6,9 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dschat_ppo.config.data_flags import StepData
-from dschat_ppo.config.distillation_flags import TEACHER, TeacherFlags, parse_teachers
 from dschat_ppo.config.health_flags import FitHealthFlags
-from dschat_ppo.config.schema import require, require_used
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.config.supervised_flags import (
     BestFlags,
@@ -46,7 +44,7 @@ class FitConfig(StepConfig):
         return {"": self.fit.zero_stage}
 
     @property
-    def models(self) -> dict[str, tuple[str, str]]:
+    def models_of_step(self) -> dict[str, tuple[str, str]]:
         return {"model": ("--model_name_or_path", self.fit.model_name_or_path)}
 
     @property
@@ -67,7 +65,7 @@ class FitConfig(StepConfig):
         return reasons
 
     @property
-    def step_data(self) -> StepData:
+    def data_of_step(self) -> StepData:
         fit = self.fit
         return StepData(
             "sft",
@@ -78,67 +76,26 @@ class FitConfig(StepConfig):
         )
 
 
-def _check_one_teacher(texts: list[str]) -> None:
-    sources = [sources for sources, _ in parse_teachers(texts)]
-    require(not any(sources), f"{TEACHER}: step 1 takes one teacher, for all rows")
-
-
-def _check_share_of_loss(coef: float) -> None:
-    require(
-        0 < coef <= 1,
-        f"--distill_coef {coef} is the share of the divergence in the loss; it must be above 0 and"
-        " at most 1",
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(FitConfig):
     """The configuration of step 1."""
 
     sft: SFTFlags
-    teacher: TeacherFlags
 
     kind = "sft"
     own_defaults = {"tensorboard_path": "step1_tensorboard"}
-    own_checks = {
-        "teacher_model_name_or_path": _check_one_teacher,
-        "distill_coef": _check_share_of_loss,
-    }
 
     def __post_init__(self) -> None:
-        teacher = self.teacher
-        has_teacher = bool(teacher.teachers)
-        ranks_of_row = self.ranks_of_row
-        if has_teacher and ranks_of_row > 1:
-            raise UserError(
-                f"--sequence_parallel_size {ranks_of_row}: a divergence from a teacher needs "
-                "whole rows on a rank; use 1"
-            )
-        if teacher.offload_teacher_model and self.fit.zero_stage < 3:
-            raise UserError(
-                "--offload_teacher_model needs --zero_stage 3: only ZeRO-3 keeps parameters "
-                "in host memory"
-            )
-        require_used(
-            teacher,
-            "distill_coef distill_loss distill_topk",
-            when=has_teacher,
-            purpose=f"a teacher ({TEACHER})",
-        )
         metrics = ["loss", "perplexity"]
-        if has_teacher:
-            metrics.append("divergence")
+        for needs in self.needs:
+            metrics += needs.eval_metrics
         self.best.require_metric(metrics)
         super().__post_init__()
 
     @property
-    def models(self) -> dict[str, tuple[str, str]]:
-        return super().models | self.teacher.models
-
-    @property
-    def step_data(self) -> StepData:
+    def data_of_step(self) -> StepData:
         return replace(
-            super().step_data,
+            super().data_of_step,
             whole_paths=self.sft.sft_only_data_path,
             all_turns=self.sft.train_on == "all",
         )
@@ -172,9 +129,9 @@ class PreferenceConfig(FitConfig):
         return self.reward.trains_classifier
 
     @property
-    def step_data(self) -> StepData:
+    def data_of_step(self) -> StepData:
         kind = self.reward.kind
-        return replace(super().step_data, use=kind.use, use_settings=kind.use_settings(self))
+        return replace(super().data_of_step, use=kind.use, use_settings=kind.use_settings(self))
 
 
 class DPOConfig(PreferenceConfig):

@@ -24,8 +24,6 @@ from dschat_ppo.data.examples import (
     TRUTH,
     VARIABLES,
     Example,
-    has_value,
-    text_at,
 )
 from dschat_ppo.data.forms import Form
 from dschat_ppo.data.rendered import check_variables
@@ -83,8 +81,7 @@ def features_of(step: StepData) -> Features:
         columns |= further_uses()[step.use].columns
     if step.use == "prompt":
         columns["row"] = Value("string")
-    if step.use == "prompt" and step.teacher_column:
-        columns["teacher_prompt_ids"] = _IDS
+        columns |= {column.name: _IDS for column in step.prompt_columns}
     return Features(columns | {"digest": Value("int64")})
 
 
@@ -127,7 +124,8 @@ class TokeniseSettings:
         if step.use_settings is not None:
             identity.append(step.use_settings)
         if step.use == "prompt":
-            identity += [step.teacher_column, step.keeps_answers]
+            columns = [[column.name, column.identity] for column in step.prompt_columns]
+            identity += [columns, step.keeps_answers]
         if step.tools:
             identity.append(list(step.tools))
         return identity
@@ -306,32 +304,9 @@ def _columns_of_use(
     columns = dict[str, Any]()
     if step.use == "prompt":
         columns["row"] = row_text(row, example, settings)
-    if step.use == "prompt" and step.teacher_column:
-        columns["teacher_prompt_ids"] = teacher_prompt(row, example, settings)
+        for column in step.prompt_columns:
+            columns[column.name] = column.ids_of(row, example, settings)
     return columns
-
-
-def teacher_prompt(row: dict[str, Any], example: Example, settings: TokeniseSettings) -> list[int]:
-    """The ids of what a teacher reads: the prompt with `--teacher_prompt_column` in place of its
-    text, or of that of its last message. `UserError` if that is longer than a prompt may be."""
-    step = settings.step
-    column = step.teacher_column
-    assert column is not None
-    if not has_value(row, column):
-        raise UserError(f"has no value at '{column}' (--teacher_prompt_column)")
-    text = text_at(row, column)
-    teacher_example = replace(example, prompt=text, answers=[])
-    if not isinstance(example.prompt, str):
-        *earlier, last = example.prompt
-        messages = [*earlier, {**last, "content": text}]
-        teacher_example = replace(example, prompt=messages, answers=[])
-    ids = encode_example(settings.tokenizer, teacher_example).prompt
-    if len(ids) > step.limit:
-        raise UserError(
-            f"--teacher_prompt_column {column}: the teacher would read {len(ids)} tokens, more than"
-            f" --max_prompt_seq_len {step.limit}; raise it"
-        )
-    return ids
 
 
 def fit(

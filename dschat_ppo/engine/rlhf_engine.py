@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 from transformers import PreTrainedModel
@@ -40,7 +41,7 @@ class ModelFolders:
     critic: str | None
     reward: str | None
     reference: str | None = None  # if it is not the actor's folder
-    teachers: tuple[str, ...] = ()
+    further: Mapping[str, str] = field(default_factory=dict)  # of features, by role
 
 
 class RLHFEngine:
@@ -54,7 +55,8 @@ class RLHFEngine:
 
     Attributes:
         actor, critic: train.
-        reference, reward, teachers: only run forward.
+        reference, reward: only run forward.
+        further: the models that features add, by role; they only run forward.
         hybrid: switches the actor between training and generation.
         saves_merged: save models with their adapters merged; else adapter folders.
     """
@@ -87,7 +89,7 @@ class RLHFEngine:
         base = self._shared_base(actor_lm)
         self.actor = self._build_actor(actor_lm)
         self.reference = self._build_reference(reference_over_actor)
-        self.teachers = self._build_teachers()
+        self.further = self._build_further()
         self.critic = self._build_critic(base)
         self.reward = self._build_reward(base)  # after the critic, whose kernels it may take
         self.hybrid = self._build_hybrid()  # last: it lets the other engines sleep
@@ -171,26 +173,24 @@ class RLHFEngine:
             PolicyModel(reference_lm, layout), ds_config, selects_kernels=False
         )
 
-    def _build_teachers(self) -> list[Engine]:
-        """The engines of the teachers. Where whole distributions are compared, it is checked that
-        those of all policies can be."""
+    def _build_further(self) -> dict[str, Engine]:
+        """The engines of the models that features add, by role. Where whole distributions are
+        compared, it is checked that those of all policies can be."""
         config = self._config
-        teachers = []
-        for folder in self._folders.teachers:
-            teacher, ds_config = frozen_policy(
-                folder,
+        engines = {}
+        for model in config.further_models:
+            policy, ds_config = frozen_policy(
+                self._folders.further[model.role],
                 config.run.dtype,
                 config.ppo.actor_zero_stage,
-                config.teacher.offload_teacher_model,
+                model.offload,
                 config.run.resize_vocabulary,
             )
-            teachers.append(self._build_forward_only(teacher, ds_config))
-        if config.distill_loss_coef > 0 or "full" in config.algorithm.kl_forms:
-            policies = [self.actor, *teachers]
-            if self.reference is not None:
-                policies.insert(1, self.reference)
-            require_whole_distributions(policies)
-        return teachers
+            engines[model.role] = self._build_forward_only(policy, ds_config)
+        if config.compares_distributions:
+            policies = [self.actor, self.reference, *engines.values()]
+            require_whole_distributions([engine for engine in policies if engine is not None])
+        return engines
 
     def _build_critic(self, base: PreTrainedModel | None) -> Engine | None:
         """The training engine of the critic: an adapter and a head over `base`, or a model of its
@@ -291,7 +291,8 @@ class RLHFEngine:
             merge = partial(adapters_merged, originals_on_host=memory.sleep_in_rollout)
         sleeping: list[Engine] = []
         if memory.sleep_in_rollout:
-            engines = [self.actor, self.reference, self.critic, self.reward, *self.teachers]
+            further = self.further.values()
+            engines = [self.actor, self.reference, self.critic, self.reward, *further]
             sleeping = [engine for engine in engines if engine is not None]
         return HybridEngine(self.actor, not gathers_by_layer, merge, sleeping, parallel)
 
@@ -303,9 +304,7 @@ class RLHFEngine:
 
     def frozen(self, role: str) -> Engine:
         """The engine of a model that does not train, by its role."""
-        engines = {"reference": self.reference, "reward": self.reward}
-        engines |= zip(self._config.teacher.models, self.teachers, strict=True)
-        engine = engines[role]
+        engine = {"reference": self.reference, "reward": self.reward, **self.further}[role]
         assert engine is not None
         return engine
 

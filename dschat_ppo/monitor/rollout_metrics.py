@@ -11,6 +11,7 @@ from dschat_ppo.algorithms.groups import groups_that_differ
 from dschat_ppo.algorithms.kl import kl_k1, kl_k3
 from dschat_ppo.common.dist import gather_cat
 from dschat_ppo.common.phases import PhaseClock
+from dschat_ppo.features import hooks
 from dschat_ppo.monitor.metric_sums import explained_variance, mean_and_std, read_scalars
 from dschat_ppo.types import Experience
 
@@ -48,7 +49,8 @@ def experience_metrics(
         scalars["reward/score_min"] = rows.scores.min()
         scalars["reward/score_max"] = rows.scores.max()
         scalars |= _spread_metrics("reward/score_", rows.scores)
-    scalars |= _teacher_metrics(rows)
+    for scalars_of in hooks("experience_metrics.scalars_of"):  # of features: (rows) -> scalars
+        scalars |= scalars_of(rows)
     final_scores = rows.scores
     if clip is not None:
         scores_before, final_scores = clip
@@ -75,20 +77,6 @@ def experience_metrics(
         "rollout/cut_share": 1 - metrics["rollout/ended_share"],
         "rollout/distinct_share": distinct / rows.response_ids.shape[0],
     }
-
-
-def _teacher_metrics(rows: Experience) -> dict[str, Tensor]:
-    """The share of the rows that a teacher teaches, and the KL from it over their tokens."""
-    scalars: dict[str, Tensor] = {}
-    taught_tokens = rows.response_mask
-    if "teachers" in rows.extra:
-        taught_rows = rows.extra["teachers"] >= 0
-        scalars["distill/taught_share"] = taught_rows.float().mean()
-        taught_tokens = taught_tokens & taught_rows.unsqueeze(1)
-    if "teacher_logprobs" in rows.extra:
-        kl = kl_k1(rows.policy_logprobs, rows.extra["teacher_logprobs"])  # (B, R)
-        scalars["distill/kl_k1"] = mean_and_std(kl[taught_tokens])[0]
-    return scalars
 
 
 def _source_metrics(rows: Experience, sources: Sequence[str]) -> dict[str, Tensor]:

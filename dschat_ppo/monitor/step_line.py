@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.progress import Progress
 from dschat_ppo.config.run_flags import ConsoleFlags
+from dschat_ppo.features import hooks
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,11 @@ class Column:
     form: str  # format specification with a width, such as "7.3f"
 
 
+# a feature offers `step_line.COLUMNS`, the values of a `Column` each
+_OF_FEATURES = [Column(*values) for columns in hooks("step_line.COLUMNS") for values in columns]
 PPO_COLUMNS = (
     Column("score", "reward/score_mean", "7.3f"),
-    Column("divergence", "distill/divergence", "7.4f"),
-    Column("teacher KL", "distill/kl_k1", "7.4f"),
+    *_OF_FEATURES,
     Column("KL", "kl/ref_k1", "7.4f"),
     Column("entropy", "policy/entropy", "6.3f"),
     Column("explained", "value/explained_variance", "5.2f"),

@@ -45,6 +45,16 @@ _OF_WHOLE_ROWS = set(ESTIMATORS) - {"gae", "reinforce_plus_plus"}
 _OF_TOKENS = ("old_logprobs", "entropies", "ref_logprobs", "kl", "values")
 SELECTION = 3  # separates the random stream of `selected` from others of the same seed and step
 
+# (rows) -> what is added to the advantages of the N rows after they are whitened, (N, R) fp32
+AdvantageTerm = Callable[[RewardedRollout], Tensor]
+
+
+def advantage_terms(config: PPOConfig) -> list[AdvantageTerm]:
+    """The terms that features add to the advantages. A feature offers
+    `advantage_terms.term_of(config)`, an `AdvantageTerm` or None."""
+    terms = [term_of(config) for term_of in hooks("advantage_terms.term_of")]
+    return [term for term in terms if term is not None]
+
 
 def empty_rows_without_score(rows: ScoredRollout) -> ScoredRollout:
     """The rows, with an empty `response_mask` where a row without a score has left its group: so it
@@ -101,9 +111,8 @@ class AdvantageComputation:
     warmup_rollouts: int = 0  # first PPO steps, in which the policy does not move
     # None: the last token receives all of the score
     early_rewards: EarlyRewards | None = None
-    # weight of the KL to the teacher at each token: a reward received there, with discount 0
-    distill_coef: float = 0.0
     source_weights: Sequence[float] = ()  # of the reward sources, in the order of `source_scores`
+    terms: Sequence[AdvantageTerm] = ()  # of features
 
     def __post_init__(self) -> None:
         flags = self.flags
@@ -172,14 +181,8 @@ class AdvantageComputation:
             advantages, returns = self._estimated(rows)  # (N, R) each
             if self.flags.whitens:
                 advantages = masked_whiten(advantages, mask)
-            # (Lu and Thinking Machines Lab 2025, "On-policy distillation")
-            if "teacher_logprobs" in rows.extra:
-                teacher_logprobs = rows.extra["teacher_logprobs"]
-                kl = torch.where(mask, kl_k1(rows.policy_logprobs, teacher_logprobs), 0.0)
-                has_teacher = torch.ones_like(mask[:, :1])  # (N, 1)
-                if "teachers" in rows.extra:
-                    has_teacher = (rows.extra["teachers"] >= 0).unsqueeze(1)
-                advantages = advantages - self.distill_coef * kl * has_teacher
+            for term in self.terms:
+                advantages = advantages + term(rows)
         experience = Experience(
             **vars(rows),
             advantages=advantages,

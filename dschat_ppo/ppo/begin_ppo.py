@@ -17,7 +17,6 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.own_functions import own_files
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
-from dschat_ppo.config.distillation_flags import TEACHER
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.data.further_data import FurtherData, prepare_further_data
 from dschat_ppo.data.prepare import TokenRows, prepare
@@ -46,7 +45,11 @@ from dschat_ppo.rewards.build_rewards import (
 )
 from dschat_ppo.rewards.function_reward import FunctionReward, function_files, parse_function
 from dschat_ppo.rewards.learned_reward import saved_statistics, token_scoring
-from dschat_ppo.run.run_models import check_language_model, check_same_tokens
+from dschat_ppo.run.run_models import (
+    check_further_models,
+    check_language_model,
+    check_same_tokens,
+)
 from dschat_ppo.run.session import Session, begin_run, end_dry_run, naming, open_session
 from dschat_ppo.run.start_and_end import log_samples, show_plan
 
@@ -62,8 +65,8 @@ def local_model_folders(config: PPOConfig) -> ModelFolders:
     reference = local.get("reference")
     if reference is not None and Path(reference).resolve() == Path(actor).resolve():
         reference = None
-    teachers = tuple(local[role] for role in config.teacher.models)
-    return ModelFolders(actor, local.get("critic"), local.get("reward"), reference, teachers)
+    further = {model.role: local[model.role] for model in config.further_models}
+    return ModelFolders(actor, local.get("critic"), local.get("reward"), reference, further)
 
 
 def check_models(
@@ -81,8 +84,7 @@ def check_models(
         check_trained_model(config, actor_config, f"{ACTOR} {folders.actor}")
     if folders.reference is not None:
         check_same_tokens(config, REFERENCE, folders.reference, tokenizer, longest, LIMITS)
-    for folder in folders.teachers:
-        check_same_tokens(config, TEACHER, folder, tokenizer, longest, LIMITS)
+    check_further_models(config, folders.further, tokenizer, longest, LIMITS)
     _check_inference_tp_size(config, actor_config)
     if folders.critic is not None:
         flag, _ = config.models["critic"]
@@ -288,11 +290,12 @@ def _tokenised_prompts(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _check_rewards_of_rows(config: PPOConfig, functions: CheckedFunctions, rows: TokenRows) -> None:
-    """Check that the routes of reward sources and teachers lead to prompts, and that the data have
-    the columns that reward functions take."""
+    """Check that the routes of reward sources and of the models of features lead to prompts, and
+    that the data have the columns that reward functions take."""
     data_rows = rows.at_hand["row"]
     are_all_rows = len(rows.at_hand) == len(rows.train)  # not with --streaming
-    check_routes(config.rewards, rows.sources, data_rows, are_all_rows, config.teacher.routes)
+    routes = [(model.flag, model.sources) for model in config.further_models]
+    check_routes(config.rewards, rows.sources, data_rows, are_all_rows, routes)
     if are_all_rows:
         check_columns(functions.of_training, "--data_path", data_rows)
     if rows.eval is not None:
@@ -336,8 +339,8 @@ def inputs_of(
         if isinstance(folder, str):
             flag, _ = config.models[role]
             models.append((flag, folder))
-    for (route, _), folder in zip(config.teacher.teachers, folders.teachers, strict=True):
-        models.append((" ".join([TEACHER, *map(str, route)]), folder))
+    for model in config.further_models:
+        models.append((model.label, folders.further[model.role]))
     evaluation_functions = []
     if config.validation.eval_reward_function:
         evaluation_functions = [config.validation.eval_reward_function]

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from dschat_ppo.checkpoint.manager import CheckpointManager, load_saved
 from dschat_ppo.common import dist, stop_requests
-from dschat_ppo.common.logging import logger, print_line
+from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.common.progress import report_phase
-from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.data.batches import IndexStream
@@ -29,19 +28,13 @@ from dschat_ppo.ppo.rollout_sampler import RolloutSampler
 from dschat_ppo.ppo.samples import printed_responses, sample_lines
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
 from dschat_ppo.rewards.reward_source import (
-    DATA_SOURCE,
-    MOST_NAMES,
     FailedRows,
     RewardFunctionError,
     RewardServiceError,
     Scores,
-    is_routed_to,
     number_means,
 )
 from dschat_ppo.types import Rollout, ScoredRollout, to_device
-
-# separates the random stream of `--distill_on` from others of the same seed and step
-SOURCE_OF_RESPONSES = 4
 
 
 @dataclass(frozen=True)
@@ -96,7 +89,6 @@ class ExperienceCollection:
             data_rows = [json.loads(row) for row in prompts["row"]]
             self.stream = OwnSampler(self.config.ppo.sampler, data_rows, seed)
         self.metrics: dict[str, float] = {}  # of the last collection
-        self._untaught: set[str] = set()  # data sources without a teacher that are named already
         self._begin_rounds()
 
     def _begin_rounds(self) -> None:
@@ -147,26 +139,13 @@ class ExperienceCollection:
             RolloutCancelled: a stop was requested.
         """
         with self.clock.phase("rollout"):
-            if self._samples_in(step):
-                rollout = self.sampler.sample(
-                    prompts.rows, *self._seed_path(step), cancelled=stop_requests.flag_is_set
-                )
-            else:
-                rollout = self.sampler.responses_of_the_data(prompts.rows)
-                rollout = replace(rollout, rollout_logprobs=self.passes.actor_logprobs(rollout))
-            if self.config.distillation.teacher_prompt_column:
-                rollout = self.sampler.with_teacher_prompts(rollout, prompts.rows)
+            rollout = self.sampler.sample(
+                prompts.rows, *self._seed_path(step), cancelled=stop_requests.flag_is_set
+            )
             self.clock.count_tokens("rollout", float(rollout.response_mask.sum()))
         if checkpointer.stop_requested():
             raise RolloutCancelled
         return rollout
-
-    def _samples_in(self, step: int) -> bool:
-        """Whether the responses of a PPO step are sampled (`--distill_on`); the same on every
-        rank."""
-        generator = shared_generator(self.config.run.seed, step, 0, SOURCE_OF_RESPONSES)
-        draw = torch.rand((), generator=generator)
-        return float(draw) < self.config.distillation.on_policy_share
 
     def _seed_path(self, step: int) -> tuple[int, ...]:
         """What the seeds of a round's responses are derived from."""
@@ -226,7 +205,7 @@ class ExperienceCollection:
             end = prompts.first + len(prompts.rows)
             groups = torch.arange(prompts.first, end, device=device)
             groups = groups.repeat_interleave(samples)  # (B,)
-            rows = self.passes(rollout, groups, self._teachers(prompts))
+            rows = self.passes(rollout, groups)
             if self.several_data_sets:
                 sources = self.sampler.prompts[prompts.rows]["source"]
                 data_sources = torch.tensor(sources, device=device).repeat_interleave(samples)
@@ -246,35 +225,6 @@ class ExperienceCollection:
             baselines=scores.baselines,
             left_group=scores.left_group,
         )
-
-    def _teachers(self, prompts: Prompts) -> Tensor | None:
-        """(B,) int64, the index of the teacher of each row of these prompts, -1 where there is
-        none; None if one teaches all rows."""
-        routes = [sources for sources, _ in self.config.teacher.teachers]
-        if not any(routes):
-            return None
-        teachers = []
-        untaught = set()  # data sources
-        for text in self.sampler.prompts[prompts.rows]["row"]:
-            row = json.loads(text)
-            teacher = -1
-            for index, route in enumerate(routes):
-                if is_routed_to(route, row):
-                    teacher = index
-                    break
-            if teacher == -1:
-                untaught.add(repr(row.get(DATA_SOURCE)))
-            teachers.append(teacher)
-        learns_from_teachers_alone = self.config.algorithm.advantage_estimator == "none"
-        if untaught - self._untaught and learns_from_teachers_alone:
-            self._untaught |= untaught
-            print_line(
-                f"warning: rank {dist.rank()}: {teachers.count(-1)} of {len(teachers)} prompts have"
-                f" no teacher (data_source {', '.join(sorted(untaught)[:MOST_NAMES])}); nothing is"
-                " learned from their answers (said once; see distill/taught_share)"
-            )
-        teacher_of_prompt = torch.tensor(teachers, device=self.sampler.device)
-        return teacher_of_prompt.repeat_interleave(self.plan.samples)
 
     def add(self, rows: ScoredRollout, step: int) -> ScoredRollout | None:
         """Add the rows of a round, of all ranks. Returns those of the PPO step once it has enough,

@@ -21,11 +21,11 @@ from dschat_ppo.data.further_data import FurtherData
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.optimizer_step import accumulate, apply, learning_rates
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
-from dschat_ppo.features.distillation.teachers import teachers_of
+from dschat_ppo.features import hooks
 from dschat_ppo.models.micro_batches import share_prompts
 from dschat_ppo.monitor.rollout_metrics import experience_metrics
 from dschat_ppo.nonfinite import NonFinitePolicy, ReproBundles
-from dschat_ppo.ppo.advantages import AdvantageComputation, early_rewards_of
+from dschat_ppo.ppo.advantages import AdvantageComputation, advantage_terms, early_rewards_of
 from dschat_ppo.ppo.collect import ExperienceCollection
 from dschat_ppo.ppo.followers import followers_of_run
 from dschat_ppo.ppo.group_pool import GroupPool
@@ -33,7 +33,7 @@ from dschat_ppo.ppo.mini_dataset import MiniBatch, MiniDataset
 from dschat_ppo.ppo.own_algorithms import own_metrics
 from dschat_ppo.ppo.rollout_sampler import RolloutSampler
 from dschat_ppo.ppo.rollouts import RolloutExtension
-from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
+from dschat_ppo.ppo.score import ForwardPasses, RewardRequests, further_passes
 from dschat_ppo.ppo.state import PPOState
 from dschat_ppo.ppo.token_losses import RecordedTokens
 from dschat_ppo.ppo.update import PPOUpdate
@@ -135,9 +135,6 @@ class PPOComponents:
     def _build_advantages(self, rewards: RewardMixture) -> AdvantageComputation:
         """What computes token rewards and advantages."""
         config = self.config
-        distill_coef = 0.0
-        if config.teacher_gives_rewards:
-            distill_coef = config.distill_coef
         return AdvantageComputation(
             flags=config.algorithm,
             max_length=config.ppo.max_answer_seq_len,
@@ -145,20 +142,25 @@ class PPOComponents:
             score_clip=config.score_clip,
             warmup_rollouts=self.plan.warmup_rollouts,
             early_rewards=early_rewards_of(config),
-            distill_coef=distill_coef,
             source_weights=[weight for _, weight in rewards.sources],
+            terms=advantage_terms(config),
         )
 
     def _build_collection(
         self, sampler: RolloutSampler, requests: RewardRequests
     ) -> ExperienceCollection:
         """What samples and scores the responses of a PPO step."""
+        passes = self._build_forward_passes()
+        # what a feature puts around the rollouts of training where it needs the models: it offers
+        # (rollouts so far, flags, sampler, forward passes) -> rollouts in their place
+        for wrap in hooks("rollouts.with_models"):
+            sampler.sample_rollout = wrap(sampler.sample_rollout, self.config, sampler, passes)
         return ExperienceCollection(
             config=self.config,
             plan=self.plan,
             sampler=sampler,
             requests=requests,
-            passes=self._build_forward_passes(),
+            passes=passes,
             pool=self._build_group_pool(),
             clock=self.clock,
             several_data_sets=len(self.data_sources) > 1,
@@ -174,9 +176,6 @@ class PPOComponents:
         critic = None
         if self.old_logprobs != "update":  # else the critic's training pass gives the values
             critic = engines.critic
-        teachers = None
-        if config.teacher_gives_rewards:
-            teachers = teachers_of(config, engines.teachers, engines.reference, self.minimum_length)
         return ForwardPasses(
             actor=engines.actor,
             reference=reference,
@@ -186,7 +185,7 @@ class PPOComponents:
             old_logprobs=self.old_logprobs,
             kl_estimator=config.algorithm.kl_estimator,
             minimum_length=self.minimum_length,
-            teachers=teachers,
+            further=further_passes(config, engines.frozen, self.minimum_length),
             clock=self.clock,
         )
 

@@ -1,4 +1,4 @@
-"""Responses to prompts: sampled by the actor, or taken from the data."""
+"""Responses to prompts, which the actor samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.ppo_flags import PPOFlags
-from dschat_ppo.data.batches import collate_prompts, right_padded
+from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.engine.tensor_parallel import TensorParallel
 from dschat_ppo.models.tokenizers import filler_id
@@ -32,16 +32,7 @@ from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
 from dschat_ppo.rollout.generator import engine_text, generate
 from dschat_ppo.rollout.self_check import choose_engine
-from dschat_ppo.types import (
-    FinishReason,
-    PromptBatch,
-    Rollout,
-    pad_rows,
-    repeat_rows,
-    select_rows,
-    to_device,
-    with_columns,
-)
+from dschat_ppo.types import PromptBatch, Rollout, select_rows, to_device
 
 
 class RolloutSampler:
@@ -52,6 +43,7 @@ class RolloutSampler:
         config: how responses to them are generated.
         pad_id: any id; padding is masked.
         engine_text: the generation engine, for the log.
+        sample_rollout: gives the responses of a task; features wrap it.
     """
 
     def __init__(
@@ -177,40 +169,3 @@ class RolloutSampler:
                 config = replace(config, rows=fewest)
             request = RolloutRequest(batch, seeds.to(self.device))
             return generate(model, request, config, max_over_ranks, cancelled, self.graphs, turns)
-
-    def responses_of_the_data(self, indices: list[int]) -> Rollout:
-        """The data rows' responses to the prompts at `indices`, cut at `--max_answer_seq_len`,
-        without log-probs."""
-        batch = collate_prompts(self.prompts, indices, self.pad_id)
-        limit = self.config.stopping.max_new_tokens
-        responses = [self.prompts[index]["answers"][0] for index in indices]
-        ids, lengths = right_padded([response[:limit] for response in responses], self.pad_id)
-        mask = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)  # (B, R)
-        reasons = []
-        for response in responses:
-            if len(response) <= limit:
-                reasons.append(FinishReason.EOS)
-            else:
-                reasons.append(FinishReason.LENGTH)
-        rollout = Rollout(
-            batch.prompt_ids,
-            batch.prompt_mask,
-            ids,
-            mask,
-            torch.zeros(ids.shape),
-            torch.tensor(reasons, dtype=torch.int8),
-        )
-        return to_device(rollout, self.device)
-
-    def with_teacher_prompts(self, rollout: Rollout, indices: list[int]) -> Rollout:
-        """The rollout with what the teacher reads in place of the prompts at `indices`."""
-        rows = [{"prompt_ids": self.prompts[index]["teacher_prompt_ids"]} for index in indices]
-        batch = to_device(collate_prompts(rows, range(len(rows)), self.pad_id), self.device)
-        batch = repeat_rows(batch, len(rollout.prompt_ids) // len(indices))
-        width = max(batch.prompt_ids.shape[1], rollout.prompt_ids.shape[1])
-        batch = pad_rows(batch, width, 0)
-        rollout = pad_rows(rollout, width, rollout.response_ids.shape[1])
-        return with_columns(
-            rollout,
-            {"teacher_prompt_ids": batch.prompt_ids, "teacher_prompt_mask": batch.prompt_mask},
-        )

@@ -4,7 +4,7 @@ reference, values."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -20,7 +20,8 @@ from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.config.on_policy import OldLogprobs
-from dschat_ppo.features.distillation.teachers import Teachers
+from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.features import hooks
 from dschat_ppo.models.micro_batches import even_passes, share_prompts
 from dschat_ppo.models.wrapped_models import Teaching, response_logprobs, response_values
 from dschat_ppo.ppo.mini_dataset import gather_rows, prompts_of
@@ -98,6 +99,30 @@ class RewardRequests:
 
 
 @dataclass(frozen=True)
+class ForwardPass:
+    """A forward pass that a feature adds to those of scoring."""
+
+    name: str  # as the times of a run name it
+    # (micro-batch) -> columns of the feature (`FEATURE_COLUMNS`), by name; collective
+    columns_of: Callable[[ForwardedRollout], dict[str, Tensor]]
+
+
+def further_passes(
+    config: PPOConfig, frozen: Callable[[str], Model], minimum_length: MinimumLength | None
+) -> list[ForwardPass]:
+    """The forward passes that features add. A feature offers `passes.pass_of` with these arguments,
+    a `ForwardPass` or None.
+
+    Args:
+        config: the flags.
+        frozen: role -> the model of that role, which does not train.
+        minimum_length: of sampling.
+    """
+    passes = [pass_of(config, frozen, minimum_length) for pass_of in hooks("passes.pass_of")]
+    return [each for each in passes if each is not None]
+
+
+@dataclass(frozen=True)
 class ForwardPasses:
     """Adds log-probs, KL and values to rollouts, in micro-batches."""
 
@@ -110,13 +135,11 @@ class ForwardPasses:
     old_logprobs: OldLogprobs
     kl_estimator: str  # form of the KL in the reward; "full" needs "recompute"
     minimum_length: MinimumLength | None = None  # of sampling
-    teachers: Teachers | None = None  # whose log-probs advantages need; None: no advantage does
+    further: Sequence[ForwardPass] = ()  # of features
     clock: PhaseClock = field(default_factory=PhaseClock)
 
     @torch.no_grad()
-    def __call__(
-        self, rollout: Rollout, groups: Tensor, teachers: Tensor | None = None
-    ) -> ForwardedRollout:
+    def __call__(self, rollout: Rollout, groups: Tensor) -> ForwardedRollout:
         """B rows with the numbers of one forward pass of each model, in eval mode from here on.
 
         Collective; ranks with fewer micro-batches run their last one again. Ranks that share rows
@@ -125,7 +148,6 @@ class ForwardPasses:
         Args:
             rollout: B rows.
             groups: (B,) int64, index of each row's prompt.
-            teachers: (B,) int64, index of each row's teacher, where there are several.
         """
         for model in (self.actor, self.reference, self.critic):
             if model is not None:
@@ -140,8 +162,6 @@ class ForwardPasses:
             values=None,
             groups=groups,
         )
-        if teachers is not None:
-            batch = with_columns(batch, {"teachers": teachers})
         if dist.ranks_of_row() > 1:
             batch = gather_rows(batch, of_group=True)
         prompts = None
@@ -195,27 +215,10 @@ class ForwardPasses:
             if not has_full_kl:
                 estimator = KL_ESTIMATORS[self.kl_estimator]
                 rows = replace(rows, kl=estimator(rows.policy_logprobs, reference.logprobs))
-        if self.teachers is not None:
-            with self.clock.part("teacher"):
-                rows = with_columns(rows, {"teacher_logprobs": self.teachers.logprobs(rows)})
+        for further_pass in self.further:
+            with self.clock.part(further_pass.name):
+                rows = with_columns(rows, further_pass.columns_of(rows))
         if self.critic is not None:
             with self.clock.part("critic"):
                 rows = replace(rows, values=response_values(self.critic, rows))
         return rows
-
-    @torch.no_grad()
-    def actor_logprobs(self, rollout: Rollout) -> Tensor:
-        """Log-probs of the response tokens under the actor in eval mode, (B, R) fp32.
-        Collective."""
-        self.actor.eval()
-        micro_batches, count = even_passes(row_lengths(rollout), self.micro_batch_tokens)
-        logprobs = torch.zeros(rollout.response_mask.shape, device=rollout.response_mask.device)
-        for position, row_indices in enumerate(micro_batches):
-            rows = select_rows(rollout, row_indices)
-            outputs = response_logprobs(
-                self.actor, rows, self.temperature, minimum_length=self.minimum_length
-            )
-            if position < count:  # the others repeat the last one
-                width = outputs.logprobs.shape[1]
-                logprobs[row_indices, :width] = outputs.logprobs
-        return logprobs

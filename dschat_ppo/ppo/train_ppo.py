@@ -175,10 +175,8 @@ def show_roles(config: PPOConfig, ppo: PPOComponents, folders: ModelFolders, out
         "critic": (engines.critic, folders.critic),
         "reward model": (engines.reward, folders.reward),
     }
-    for name, engine, folder in zip(
-        config.teacher.models, engines.teachers, folders.teachers, strict=True
-    ):
-        roles[name] = (engine, folder)
+    for role, engine in engines.further.items():
+        roles[role] = (engine, folders.further[role])
     rollout = ("rollout", ppo.collection.sampler.engine_text)
     show_models(roles, config.run.dtype, output, [rollout], trains=not config.validate_only)
 
@@ -294,7 +292,7 @@ def build_evaluation(
         old_logprobs: OldLogprobs = "rollout"
         if config.recompute_old_logprobs:
             old_logprobs = "recompute"
-        passes = replace(collection.passes, critic=None, teachers=None, old_logprobs=old_logprobs)
+        passes = replace(collection.passes, critic=None, further=(), old_logprobs=old_logprobs)
     return Evaluation(
         flags=flags,
         sampler=collection.sampler,

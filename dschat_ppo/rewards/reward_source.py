@@ -259,7 +259,7 @@ class RewardMixture:
         left_group = torch.zeros(len(request), dtype=torch.bool, device=device)
         if "failed" in rollout.extra and self.default is None:
             left_group = rollout.extra["failed"].clone()
-        if not self.sources:  # distillation alone
+        if not self.sources:  # the run learns from something else
             no_scores = torch.zeros(len(request), 0, device=device)
             return Scores(
                 torch.zeros(len(request), device=device), no_scores, left_group=left_group

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from dschat_ppo.common.logging import logger
-from dschat_ppo.config.distillation_flags import TEACHER
 from dschat_ppo.config.step_config import StepConfig
-from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.errors import UserError
+from dschat_ppo.features import hooks
 from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.models.kernel_selection import check_attention
 from dschat_ppo.models.loading import check_causal_lm, load_config, require_length
@@ -46,29 +46,36 @@ def check_same_tokens(
     longest: int,
     limits: str,
 ) -> None:
-    """Check a reference or teacher, which reads the ids of the model that trains."""
+    """Check a language model that reads the ids of the model that trains, whose tokenizer this
+    is."""
     folder_tokenizer = read_tokenizer(folder, flag)
     if folder_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise UserError(
             f"{flag} {folder}: its tokenizer differs from that of the model that trains, so it"
             " would read other text; use a model with the same tokenizer"
         )
-    if flag == TEACHER:
-        _warn_of_other_ends(f"{flag} {folder}", folder_tokenizer, tokenizer)
     check_language_model(config, flag, folder, tokenizer, longest, limits)
 
 
-def _warn_of_other_ends(
-    name: str, teacher: PreTrainedTokenizerBase, student: PreTrainedTokenizerBase
+def check_further_models(
+    config: StepConfig,
+    folders: Mapping[str, str],
+    tokenizer: PreTrainedTokenizerBase,
+    longest: int,
+    limits: str,
 ) -> None:
-    """Warn if the responses of a teacher, `name`, end with other tokens than those of the model
-    that trains."""
-    teacher_ends = answer_ends(teacher)
-    student_ends = answer_ends(student)
-    if teacher_ends != student_ends:
-        theirs = student.convert_ids_to_tokens(list(teacher_ends))
-        ours = student.convert_ids_to_tokens(list(student_ends))
-        logger().warning(
-            f"{name}: ends its answers with {theirs}, but the model that trains with {ours}, so it"
-            " learns to go on where it should end; use models with the same chat template and EOS"
-        )
+    """Check the models that features add. A feature offers `checks.check_further_model(model,
+    folder, its tokenizer, that of the model that trains)` for what else it wants of them.
+
+    Args:
+        config: the flags.
+        folders: role -> local folder.
+        tokenizer: of the model that trains.
+        longest: most tokens of a row.
+        limits: the flags that set it.
+    """
+    for model in config.further_models:
+        folder = folders[model.role]
+        check_same_tokens(config, model.flag, folder, tokenizer, longest, limits)
+        for check_further_model in hooks("checks.check_further_model"):
+            check_further_model(model, folder, read_tokenizer(folder, model.flag), tokenizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,48 +11,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat_ppo.algorithms.divergence import Divergence
-from dschat_ppo.config.distillation_flags import TeacherFlags
 from dschat_ppo.config.supervised_config import SFTConfig
 from dschat_ppo.data.batches import SFTBatch, collate_sft
 from dschat_ppo.engine.build_engine import eval_engine, frozen_policy, require_whole_distributions
-from dschat_ppo.models.backbone import unwrap
+from dschat_ppo.features import hooks
 from dschat_ppo.models.kernel_selection import apply_memory_flags, select_kernels
 from dschat_ppo.models.loading import ModelChanges, load_causal_lm
-from dschat_ppo.models.pass_observers import observed
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.models.wrapped_models import PolicyModel, Teaching
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.run.start_and_end import tool_command
 from dschat_ppo.supervised.objective import Objective, collator_on_device
-from dschat_ppo.supervised.supervised_run import SupervisedRun, begin_supervised_run, train_and_save
+from dschat_ppo.supervised.supervised_run import begin_supervised_run, train_and_save
 from dschat_ppo.supervised.trainer import SupervisedTrainer
 from dschat_ppo.types import Engine, Model
 
 
 @dataclass(frozen=True)
-class SFTTeacher:
-    """A model whose distributions the one that trains learns at the tokens of the loss."""
+class SFTTerm:
+    """A divergence from other distributions as a term of the loss of step 1."""
 
-    engine: Engine
-    divergence: Divergence
-    coef: float  # share of the divergence in the loss; the rest is that of the cross entropy
+    metric: str  # under which its mean over the tokens is recorded
+    share: float  # of the loss; that of the cross entropy is what the terms leave of 1
+    # (micro-batch) -> distributions that the model is compared with at the tokens of the loss
+    distribution: Callable[[SFTBatch], Teaching]
 
-    @classmethod
-    def of(cls, engine: Engine, flags: TeacherFlags) -> SFTTeacher:
-        """By the flags; without `--distill_coef` the loss is the divergence alone."""
-        coef = 1.0
-        if flags.distill_coef is not None:
-            coef = flags.distill_coef
-        return cls(engine, Divergence(flags.kind, flags.distill_beta, flags.distill_topk), coef)
 
-    @torch.no_grad()
-    def teaching(self, batch: SFTBatch) -> Teaching:
-        """What it says of the tokens in the batch's `loss_mask`."""
-        policy: Any = unwrap(self.engine)
-        with observed(None):  # observers read the passes of the model that trains
-            _, _, hidden = self.engine(batch.input_ids, batch.loss_mask, states=True)
-        return Teaching(policy.output_layer(hidden), self.divergence)
+def sft_terms(config: SFTConfig, frozen: Callable[[str], Model]) -> list[SFTTerm]:
+    """The terms that features add. A feature offers `sft_terms.term_of` with these arguments, an
+    `SFTTerm` or None. `frozen`: role -> the model of that role, which does not train."""
+    terms = [term_of(config, frozen) for term_of in hooks("sft_terms.term_of")]
+    return [term for term in terms if term is not None]
 
 
 def sft_loss(
@@ -59,13 +49,11 @@ def sft_loss(
     batch: SFTBatch,
     num_tokens: Tensor,
     sums: MetricSums,
-    teacher: SFTTeacher | None = None,
+    terms: Sequence[SFTTerm] = (),
 ) -> Tensor:
     """Sum of `-log p(token)` over the batch's `loss_mask`, divided by `num_tokens` of the whole
-    optimizer step. With a `teacher`, the weighted sum of that and of the divergence from it."""
-    teachings = []
-    if teacher is not None:
-        teachings.append(teacher.teaching(batch))
+    optimizer step. With `terms`, the weighted sum of that and of their divergences."""
+    teachings = [term.distribution(batch) for term in terms]
     # (N,) tokens of the mask
     logprobs, _, *divergences = model(batch.input_ids, batch.loss_mask, teachings=teachings)
     sums.add_mean("loss", -logprobs.detach())
@@ -73,10 +61,12 @@ def sft_loss(
         assert batch.data_sources is not None
         of_tokens = batch.data_sources.repeat_interleave(batch.loss_mask.sum(dim=1))  # (N,)
         sums.add_by_source("loss", -logprobs, of_tokens)
-    if teacher is None:
-        return -logprobs.sum() / num_tokens
-    sums.add_mean("divergence", divergences[0].detach())
-    return (teacher.coef * divergences[0].sum() - (1 - teacher.coef) * logprobs.sum()) / num_tokens
+    share_of_cross_entropy = 1 - sum(term.share for term in terms)
+    loss = -share_of_cross_entropy * logprobs.sum()
+    for term, divergence in zip(terms, divergences, strict=True):
+        sums.add_mean(term.metric, divergence.detach())
+        loss = loss + term.share * divergence.sum()
+    return loss / num_tokens
 
 
 def with_perplexity(metrics: dict[str, float]) -> dict[str, float]:
@@ -85,38 +75,36 @@ def with_perplexity(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def sft_objective(
-    pad_id: int, train_on_prompt: bool, device: torch.device, teacher: SFTTeacher | None = None
+    pad_id: int, train_on_prompt: bool, device: torch.device, terms: Sequence[SFTTerm] = ()
 ) -> Objective[SFTBatch]:
-    """Mean cross entropy over the tokens of the answers, or divergence from a teacher."""
-    headline: tuple[str, ...] = ("loss",)
-    if teacher is not None:
-        headline = ("divergence", "loss")
+    """Mean cross entropy over the tokens of the answers, with the `terms` of features."""
+    headline = (*(term.metric for term in terms), "loss")
     return Objective(
         collator_on_device(collate_sft, device, pad_id, train_on_prompt),
         lambda batch: batch.loss_mask,
-        partial(sft_loss, teacher=teacher),
+        partial(sft_loss, terms=terms),
         headline,
         summary=with_perplexity,
     )
 
 
-def sft_teacher(config: SFTConfig, run: SupervisedRun) -> SFTTeacher | None:
-    """The teacher of the run, in its engine; None without one."""
-    flags = config.teacher
-    if run.teacher is None:
-        return None
-    teacher, ds_config = frozen_policy(
-        run.teacher,
-        config.run.dtype,
-        config.fit.zero_stage,
-        flags.offload_teacher_model,
-        config.run.resize_vocabulary,
-    )
-    apply_memory_flags(teacher, config.memory)
-    engine = eval_engine(teacher, ds_config)
-    select_kernels(engine)
-    require_whole_distributions([engine])
-    return SFTTeacher.of(engine, flags)
+def further_engines(config: SFTConfig, folders: Mapping[str, str]) -> dict[str, Engine]:
+    """The engines of the models that features add, by role; `folders`: those of the models, by
+    role."""
+    engines = {}
+    for model in config.further_models:
+        policy, ds_config = frozen_policy(
+            folders[model.role],
+            config.run.dtype,
+            config.fit.zero_stage,
+            model.offload,
+            config.run.resize_vocabulary,
+        )
+        apply_memory_flags(policy, config.memory)
+        engine = eval_engine(policy, ds_config)
+        select_kernels(engine)
+        engines[model.role] = engine
+    return engines
 
 
 def train_sft(config: SFTConfig) -> dict[str, Any]:
@@ -127,14 +115,13 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     changes = ModelChanges(fit.dropout, run_flags.resize_vocabulary, run.adapter)
     model = PolicyModel(load_causal_lm(run.model_folder, run_flags.dtype, run.ds_config, changes))
     apply_memory_flags(model, config.memory, fit.gradient_checkpointing)
-    teacher = sft_teacher(config, run)
+    further = further_engines(config, run.further_folders)
+    terms = sft_terms(config, further.__getitem__)
     objective = sft_objective(
-        filler_id(run.tokenizer), config.sft.train_on_prompt, run.device, teacher
+        filler_id(run.tokenizer), config.sft.train_on_prompt, run.device, terms
     )
     trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, config, run.nonfinite)
-    teacher_engine = None
-    if teacher is not None:
-        teacher_engine = teacher.engine
-        require_whole_distributions([trainer.engine])
+    if terms:
+        require_whole_distributions([trainer.engine, *further.values()])
     next_command = tool_command("chat", ["--model", str(run.output)])
-    return train_and_save(trainer, run, next_command, teacher_engine)
+    return train_and_save(trainer, run, next_command, further)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import make_folder, write_file
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import announce
-from dschat_ppo.config.distillation_flags import TEACHER
 from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.data.prepare import TokenRows, prepare
@@ -39,7 +38,7 @@ from dschat_ppo.models.weight_headers import checkpoint_shapes
 from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.nonfinite import NonFinitePolicy, ReproBundles
 from dschat_ppo.run.output_folder import KeptModels, remove_checkpoints
-from dschat_ppo.run.run_models import check_language_model, check_same_tokens
+from dschat_ppo.run.run_models import check_further_models, check_language_model
 from dschat_ppo.run.session import Session, begin_run, end_dry_run, naming, open_session
 from dschat_ppo.run.start_and_end import (
     changes_of,
@@ -68,7 +67,7 @@ class SupervisedRun:
     name: str  # in lines about its progress
     device: torch.device
     model_folder: str  # from which the model is loaded
-    teacher: str | None  # its folder
+    further_folders: Mapping[str, str]  # of the models that features add, by role
     tokenizer: PreTrainedTokenizerBase
     rows: TokenRows
     output: Path
@@ -90,10 +89,10 @@ def begin_supervised_run(config: FitConfig, name: str, title: str) -> Supervised
     folder = model_folder(fit.model_name_or_path, MODEL)
     tokenizer = with_template_flags(load_tokenizer(folder, MODEL), config.data)
     _check_model(config, folder, tokenizer, adapter)
-    teacher = None
-    if "teacher" in config.models:
-        teacher = model_folder(*reversed(config.models["teacher"]))
-        check_same_tokens(config, TEACHER, teacher, tokenizer, fit.max_seq_len, LIMIT)
+    further_folders = {}
+    for model in config.further_models:
+        further_folders[model.role] = model_folder(model.name, model.flag)
+    check_further_models(config, further_folders, tokenizer, fit.max_seq_len, LIMIT)
     require_agreement(config, dist.world_size())
     ds_config = fit_ds_config(config)
     announce("prepare data")
@@ -113,8 +112,8 @@ def begin_supervised_run(config: FitConfig, name: str, title: str) -> Supervised
             show_supervised_batches(name, plan, config)
         end_dry_run(config.run, config.safety.resume, plan.total_steps)
         models = [(MODEL, folder)]
-        if teacher:
-            models.append((TEACHER, teacher))
+        for model in config.further_models:
+            models.append((model.label, further_folders[model.role]))
         overlay = ("--deepspeed_config", config.run.deepspeed_config)
         inputs = RunInputs(rows.train, {EVAL_ROWS: rows.eval}, with_bases(models), [overlay])
         batch_sizes = {"rows_per_update": plan.global_batch}
@@ -124,7 +123,7 @@ def begin_supervised_run(config: FitConfig, name: str, title: str) -> Supervised
         name=name,
         device=device,
         model_folder=folder,
-        teacher=teacher,
+        further_folders=further_folders,
         tokenizer=tokenizer,
         rows=rows,
         output=output,
@@ -201,11 +200,11 @@ def train_and_save(
     trainer: SupervisedTrainer[Any],
     run: SupervisedRun,
     next_command: str,
-    teacher: Engine | None = None,
+    further: Mapping[str, Engine] | None = None,
 ) -> dict[str, Any]:
     """Train, resuming from the session's checkpoint if it has one; save the model, write
-    `result.json` and return its content. Without a session, only evaluate. `teacher`: shown beside
-    the model."""
+    `result.json` and return its content. Without a session, only evaluate. `further`: the models
+    that features add, by role; they are shown beside the model."""
     output = run.output
     config = run.config
     session = run.session
@@ -213,7 +212,9 @@ def train_and_save(
     if session is None:
         announce("evaluate")
         return write_validation(output, trainer.evaluate(), time.perf_counter() - started)
-    roles = {"model": (trainer.engine, run.model_folder), "teacher": (teacher, run.teacher)}
+    roles = {"model": (trainer.engine, run.model_folder)}
+    for role, engine in (further or {}).items():
+        roles[role] = (engine, run.further_folders[role])
     show_models(roles, config.run.dtype, output)
     show_supervised_batches(run.name, trainer.plan, config)
     announce("train")

@@ -144,7 +144,7 @@ def show(args: argparse.Namespace, config: StepConfig) -> None:
             prepared.sources,
             prepared.train["row"],
             are_all_rows=args.rows is None,
-            others=config.teacher.routes,
+            others=[(model.flag, model.sources) for model in config.further_models],
         )
     held_out = 0
     if prepared.eval is not None:

@@ -31,7 +31,7 @@ from dschat_ppo.nonfinite import BUNDLE, MODEL, bad_rows
 from dschat_ppo.ppo.loss_terms import loss_terms
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.token_losses import ActorLoss, critic_loss
-from dschat_ppo.supervised.sft import SFTTeacher, sft_loss
+from dschat_ppo.supervised.sft import sft_loss, sft_terms
 from dschat_ppo.supervised.train_preference import OBJECTIVES
 from dschat_ppo.types import Experience, MinimumLength, RewardedRollout, record_of, to_device
 
@@ -130,10 +130,8 @@ def loss_function(bundle: dict[str, Any], config: Any, model: Any) -> Callable[[
     constants = bundle["constants"]
     sums = MetricSums()
     if bundle["step_name"] == "sft":
-        teacher = None
-        if config.teacher.teachers:
-            teacher = SFTTeacher.of(frozen_model(config, "teacher"), config.teacher)
-        return lambda batch: sft_loss(model, batch, constants["total"], sums, teacher)
+        terms = sft_terms(config, partial(frozen_model, config))
+        return lambda batch: sft_loss(model, batch, constants["total"], sums, terms)
     if bundle["step_name"] != "ppo":
         objective: Any = OBJECTIVES[config.reward.objective].build(0, dist.device(), config)
         return lambda batch: objective.loss(model, batch, constants["total"], sums)
@@ -175,8 +173,8 @@ def _actor_loss(bundle: dict[str, Any], config: Any, model: Any) -> ActorLoss:
 
 
 def frozen_model(config: Any, role: str) -> Any:
-    """A model that does not train, such as "reference" or "teacher", from the folder from which the
-    run loaded it; it stands in place of an engine."""
+    """A model that does not train, such as "reference", from the folder from which the run loaded
+    it; it stands in place of an engine."""
     flag, name = config.models[role]
     lm = load_causal_lm(
         str(model_folder(name, flag)),

@@ -28,7 +28,6 @@ from dschat_ppo.checkpoint.identity import (
 )
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import STEPS, parse
-from dschat_ppo.config.distillation_flags import TEACHER
 from dschat_ppo.config.step_config import defaults_of, flatten
 from dschat_ppo.data.further_data import FurtherData
 from dschat_ppo.data.prepare import TokenRows
@@ -307,6 +306,7 @@ def test_rank_0_alone_adds_a_short_fingerprint_of_each_input_to_the_identity(
     assert list(differences(found.config, now.config)) == ["texts", actor, reward]
 
 
+TEACHER = "--teacher_model_name_or_path"
 STEP_3 = "--actor_model_name_or_path a --data_path d --output_dir o --deepspeed_config d.json"
 
 
@@ -319,7 +319,8 @@ def test_step_3_fingerprints_every_model_and_file_that_it_reads(folder):
     config = parse("ppo", f"{STEP_3} {models} {own}".split())
     further_data = [FurtherData("more", "--more", TRAIN, "further rows (SHA-256)", None)]
     rows = TokenRows(TRAIN, TRAIN.select([0]))
-    found = inputs_of(config, ModelFolders("A", "C", "R", "F", ("S", "T")), rows, further_data)
+    further = {"teacher": "S", "teacher 2": "T"}
+    found = inputs_of(config, ModelFolders("A", "C", "R", "F", further), rows, further_data)
     assert found.train is TRAIN
     assert found.rows == {
         "evaluation rows (SHA-256)": rows.eval,

@@ -55,33 +55,6 @@ def test_the_default_aggregation_depends_on_loss_and_estimator(flags, aggregatio
     assert AlgorithmFlags(**flags).aggregation == aggregation
 
 
-def test_teachers_their_divergence_and_their_answers():
-    def config(*words: str):
-        return parse("ppo", [*NEEDED["ppo"], "--teacher_model_name_or_path", *words])
-
-    two = config("math,code=/t/a=1", "chat=b", "--distill_loss", "jsd", "--distill_beta", "1")
-    assert (
-        two.teacher.teachers == [(("math", "code"), "/t/a=1"), (("chat",), "b")]
-        and two.teacher.kind == "reverse_kl"
-    )
-    assert [role for role in two.models if role.startswith("teacher")] == ["teacher", "teacher 2"]
-    assert two.distill_coef == two.distill_loss_coef == 1.0 and not two.teacher_gives_rewards
-    rewarding = config("t", "--distill_policy_gradient", "--distill_coef", "0.3")
-    assert (
-        rewarding.distill_coef,
-        rewarding.distill_loss_coef,
-        rewarding.teacher_gives_rewards,
-    ) == (0.3, 0.0, True)
-    alone = ["--advantage_estimator", "none", "--use_reward_model", "False", "--distill_on"]
-    shares = [
-        config("t", *alone, text).distillation.on_policy_share
-        for text in ("policy", "data", "mix:0.25")
-    ]
-    assert shares == [1.0, 0.0, 0.25]
-    own = parse("ppo", [*NEEDED["ppo"], *alone[:4], "--teacher_prompt_column", "c"])
-    assert own.has_reference and own.distill_loss_coef == 1.0 and not own.algorithm.has_reference
-
-
 @pytest.mark.parametrize("estimator", sorted({*ESTIMATORS} - {"none"}))
 def test_group_estimators_have_no_kl_in_the_reward_by_default_and_then_no_reference(estimator):
     def flags(**given: float) -> tuple[float, bool]:

@@ -11,8 +11,6 @@ from dschat_ppo.errors import UserError
 
 GRPO = "--advantage_estimator grpo --n_samples_per_prompt 2"
 LORA = "--actor_lora_dim 4 --critic_lora_dim 4 --only_optimize_lora"
-TAUGHT = "--teacher_model_name_or_path t"
-ALONE = f"{TAUGHT} --advantage_estimator none --use_reward_model False"
 FUNCTION = "--use_reward_model False --reward_function exact_match"
 CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part of the message
     # schedule and reference
@@ -153,57 +151,6 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
         "--kl_loss_coef 0.1 --kl_loss_estimator full --sequence_parallel_size 2",
         "--kl_loss_estimator full needs whole rows",
     ),
-    # distillation
-    ("ppo", f"--use_reward_model False {TAUGHT} --distill_policy_gradient", "or a teacher"),
-    (
-        "ppo",
-        f"{ALONE} --policy_loss gspo",
-        "--policy_loss gspo has no effect: it is for a policy loss, which",
-    ),
-    (
-        "ppo",
-        f"{ALONE} --kl_coef 0.1",
-        "--kl_coef 0.1 has no effect: it is for advantages from rewards",
-    ),
-    (
-        "ppo",
-        f"{ALONE} --eval_data_path e",
-        "a teacher gives no score to held-out answers; give --eval_reward_function",
-    ),
-    (
-        "ppo",
-        "--advantage_estimator none",
-        "--advantage_estimator none has no policy loss; give a teacher",
-    ),
-    ("ppo", "--distill_on mix:2", "must be policy, data or mix:P with P from 0 to 1"),
-    (
-        "ppo",
-        f"{TAUGHT} --distill_policy_gradient --distill_topk 9",
-        "it is for the loss of a divergence",
-    ),
-    ("ppo", f"{TAUGHT} --distill_coef 0", "--distill_coef 0 leaves the teacher without effect"),
-    (
-        "ppo",
-        f"{TAUGHT} --distill_on data",
-        "--distill_on data: answers of the data are no samples of the policy",
-    ),
-    (
-        "ppo",
-        f"{TAUGHT} --offload_teacher_model",
-        "--offload_teacher_model needs --actor_zero_stage 3",
-    ),
-    (
-        "ppo",
-        f"{TAUGHT} --sequence_parallel_size 2",
-        "a divergence from a teacher needs whole rows on a rank",
-    ),
-    ("ppo", f"{TAUGHT} u", "of several teachers each needs SOURCE= in front"),
-    (
-        "sft",
-        f"{TAUGHT} --distill_coef 1.5",
-        "--distill_coef 1.5 is the share of the divergence in the loss",
-    ),
-    ("sft", "--teacher_model_name_or_path a=t", "step 1 takes one teacher, for all rows"),
     # data
     ("sft", "--input_template Question:", "must contain {}"),
     ("sft", ["--input_template", "Q: {}\\nA:"], "backslash and the letter n; in bash, $'...'"),
@@ -456,8 +403,7 @@ WRONG_EVERYWHERE = """
 WRONG = {
     "sft": (
         """
-        max_seq_len=1 metric_for_best=chosen_score distill_coef=2 distill_coef=0
-        teacher_model_name_or_path= teacher_model_name_or_path=a=b eval_fraction=2 train_on=none
+        max_seq_len=1 metric_for_best=chosen_score eval_fraction=2 train_on=none
     """
     ),
     "reward": "max_seq_len=0 metric_for_best=kl objective=ppo beta=0",
@@ -467,8 +413,7 @@ WRONG = {
         reward_function=exact_match:nan remote_reward_url= remote_reward_url=localhost:5000
         remote_reward_url=ftp://h reward_timeout=1e7 remote_reward_timeout=0 stop_strings=
         stop_token_ids=-1 temperature=0 dual_clip=0.5 importance_cap=1 clip_eps=1 clip_eps_low=1
-        dynamic_sampling_range=1 teacher_model_name_or_path= distill_on=mix:2 distill_on=some
-        gamma=2 advantage_estimator=ppo top_k=-1
+        dynamic_sampling_range=1 gamma=2 advantage_estimator=ppo top_k=-1
     """
     ),
 }
@@ -524,11 +469,11 @@ def test_many_wrong_values_have_a_line_each(step):
 
 def test_the_wrong_values_of_a_file_are_in_one_message(tmp_path):
     path = tmp_path / "settings.yaml"
-    path.write_text("reward_default: many\ndtype: bfloat16\ndistill_on: some\n")
+    path.write_text("reward_default: many\ndtype: bfloat16\nstop_token_ids: some\n")
     with pytest.raises(UserError) as problem:
         read("ppo", "--config", str(path))
     message = str(problem.value)
-    assert all(f"--{name} " in message for name in ("reward_default", "dtype", "distill_on"))
+    assert all(f"--{name} " in message for name in ("reward_default", "dtype", "stop_token_ids"))
 
 
 @pytest.mark.parametrize("step", RANK)
@@ -584,15 +529,6 @@ def test_all_missing_flags_are_named_in_one_line(step, words, missing):
         "--data_path", "--data_path (DeepSpeed-Chat's default: Dahoas/rm-static)"
     )
     assert str(problem.value) == f"required: {named} (all flags: --help all)"
-
-
-def test_a_teacher_without_a_reward_is_answered_with_the_flags_that_learn_from_it_alone():
-    words = "--teacher_model_name_or_path t --actor_model_name_or_path a --data_path d".split()
-    for output in ([], ["--output_dir", "o"]):
-        with pytest.raises(UserError, match="learn from the teacher alone"):
-            parse("ppo", [*words, *output])
-    alone = ["--use_reward_model", "False", "--advantage_estimator", "none"]
-    assert parse("ppo", [*words, *output, *alone]).distils
 
 
 def test_an_empty_name_of_a_model_is_no_name():

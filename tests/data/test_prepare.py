@@ -29,7 +29,7 @@ from dschat_ppo.checkpoint.identity import rows_fingerprint
 from dschat_ppo.common import atomic_files, stop_requests
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.config.data_flags import DataFlags, StepData
+from dschat_ppo.config.data_flags import DataFlags, PromptColumn, StepData
 from dschat_ppo.data import cache, forms, token_tables
 from dschat_ppo.data.cache import cached
 from dschat_ppo.data.examples import SPLIT_SEED
@@ -378,14 +378,13 @@ def test_flags_of_columns_are_about_all_data_sets(tmp_path):
     )
     assert len(rows_for("sft", flags, eval_paths=[held]).eval) == len(ROWS)
     flags = flags_for(tmp_path, train, use="prompt", prompt_column="ask", response_column="say")
-    wanted = {"keeps_answers": True, "teacher_column": "x"}
+    further = PromptColumn("further_ids", lambda row, example, settings: [row["x"]], "x")
+    wanted = {"keeps_answers": True, "prompt_columns": [further]}
     found = rows_for(
         "prompt", flags, eval_paths=[write_jsonl(tmp_path / "p.jsonl", [{"prompt": "p"}])], **wanted
     )
-    assert (
-        "teacher_prompt_ids" in found.train.column_names
-        and "teacher_prompt_ids" not in found.eval.column_names
-    )
+    assert list(found.train["further_ids"]) == [[1]] * len(found.train)
+    assert "further_ids" not in found.eval.column_names
     for paths in ([held], [held, held]):
         with pytest.raises(UserError, match="--ignore_columns y z: no data set has such a column"):
             rows_for("sft", flags_for(tmp_path, *paths, ignore_columns=["y\nz"]))

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from dschat_ppo.config.data_flags import DataFlags, StepData
+from dschat_ppo.config.data_flags import DataFlags, PromptColumn, StepData
 from dschat_ppo.data import encode, token_tables
 from dschat_ppo.data.cells import JudgedAnswer
 from dschat_ppo.data.encode import (
@@ -255,10 +255,10 @@ def test_plain_text_has_its_first_token_as_prompt_and_blocks_count_their_own_tok
     assert (cut["tokens"], cut["fitted"], dropped) == (34, Fitted.PROMPT_CUT, [])
 
 
-def test_a_teacher_reads_the_text_of_its_column_and_answers_of_the_data_stay_beside_the_prompt():
+def test_prompts_have_further_columns_and_answers_of_the_data_stay_beside_the_prompt():
     def rows(raw, prompt, answers=(), **changes):
         kind = Kind(
-            "taught",
+            "wider",
             {},
             (("sft prompt", ""),),
             lambda cells, use: (prompt, answers),
@@ -276,17 +276,21 @@ def test_a_teacher_reads_the_text_of_its_column_and_answers_of_the_data_stay_bes
         return TOKENIZER(text)["input_ids"]
 
     raw, wide = {"more": "a longer one"}, [JudgedAnswer("yes", 1.0, "answer")]
-    [row] = rows(raw, "short", teacher_column="more")
-    assert row["teacher_prompt_ids"] == ids("a longer one") and row["prompt_ids"] == ids("short")
+
+    def further(raw_row, example, settings):
+        if "more" not in raw_row:
+            raise UserError("has no value at 'more'")
+        return settings.tokenizer(f"{example.prompt} and {raw_row['more']}")["input_ids"]
+
+    column = {"prompt_columns": [PromptColumn("further_ids", further, "more")]}
+    [row] = rows(raw, "short", **column)
+    assert row["further_ids"] == ids("short and a longer one")
+    assert row["prompt_ids"] == ids("short")
     [row] = rows(raw, "short", wide, keeps_answers=True, limit=len(ids("short")))
     assert row["prompt_ids"] == ids("short") and row["fitted"] == Fitted.KEPT_WHOLE
     assert row["answers"] == [[*ids("yes"), TOKENIZER.eos_token_id]]
-    for changes, said in (
-        ({"teacher_column": "none"}, "no value at 'none' (--teacher_prompt_column)"),
-        ({"teacher_column": "more", "limit": 6}, "more than --max_prompt_seq_len 6; raise it"),
-    ):
-        [row] = rows(raw, "short", **changes)
-        assert row["fitted"] == Fitted.UNUSABLE and said in row["problem"]
+    [row] = rows({}, "short", **column)
+    assert row["fitted"] == Fitted.UNUSABLE and "no value at 'more'" in row["problem"]
 
 
 def test_row_text_keeps_the_columns_and_adds_what_they_lack():

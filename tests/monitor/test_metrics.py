@@ -351,22 +351,6 @@ def test_a_source_is_measured_over_the_rows_that_it_scores():
     assert "reward/a_share" not in experience_metrics(experience(), KL_COEF, ("a", "b"))
 
 
-def test_the_kl_to_a_teacher_is_that_of_the_rows_that_have_one():
-    rows = experience(
-        teachers=torch.tensor([1, -1, 0, -1]), teacher_logprobs=torch.full((4, 5), -0.5)
-    )
-    found = experience_metrics(rows, KL_COEF, SOURCES)
-    taught = [
-        float(rows.policy_logprobs[row, place]) + 0.5
-        for row in (0, 2)
-        for place in range(LENGTHS[row])
-    ]
-    assert (found["distill/kl_k1"], found["distill/taught_share"]) == (
-        pytest.approx(np.mean(taught)),
-        0.5,
-    )
-
-
 def test_scores_lengths_and_kl_by_data_set_and_none_of_a_data_set_without_rows():
     rows = experience(data_sources=torch.tensor([2, 0, 2, 0]))
     whole = experience_metrics(experience(), KL_COEF, SOURCES)

@@ -1,7 +1,6 @@
 """From flags to answers, and the steps of experience collection with stand-ins for generation and
 rewards."""
 
-import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,12 +17,11 @@ from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
-from dschat_ppo.config.distillation_flags import TEACHER
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.ppo.collect import ExperienceCollection, Prompts
+from dschat_ppo.ppo.collect import ExperienceCollection
 from dschat_ppo.ppo.components import PPOComponents, PPOData
 from dschat_ppo.ppo.generation_settings import check_stop_ids, generation_config, greedily
 from dschat_ppo.ppo.group_pool import GroupPool
@@ -131,66 +129,6 @@ def test_building_the_parts_leaves_the_random_stream_of_the_rank_as_seeded(asset
         scorer.mixture,
     )
     assert torch.equal(torch.rand(3), expected)
-
-
-def test_rows_go_to_the_teacher_of_their_source_and_a_source_without_one_is_named(
-    assets, tmp_path, capsys
-):
-    words = (
-        f"--n_samples_per_prompt 2 --advantage_estimator none --use_reward_model False {TEACHER}"
-    )
-    ppo = PlainRun(
-        assets, tmp_path / "run", f"{words} chat={assets}/lm math={assets}/uniform_lm"
-    ).ppo
-    rows = [{"row": json.dumps({"data_source": source})} for source in ("math", "code", "chat")]
-    ppo.collection.sampler.prompts = Dataset.from_list(rows)
-    assert ppo.collection._teachers(Prompts([0, 2], 0)).tolist() == [1, 1, 0, 0]
-    for count in (1, 0):
-        assert ppo.collection._teachers(Prompts([1, 2], 0)).tolist() == [-1, -1, 0, 0]
-        said = capsys.readouterr().out
-        assert (
-            said.count("no teacher")
-            == said.count("1 of 2 prompts have no teacher (data_source 'code')")
-            == count
-        )
-
-
-def test_answers_of_the_data_are_cut_and_have_the_log_probs_of_the_actor(assets, tmp_path):
-    words = (
-        "--n_samples_per_prompt 1 --distill_on mix:0.5 --advantage_estimator none"
-        " --use_reward_model False "
-    )
-    ppo = PlainRun(assets, tmp_path / "run", f"{words} {TEACHER} {assets}/uniform_lm").ppo
-    sampler, limit = ppo.collection.sampler, ppo.config.ppo.max_answer_seq_len
-    answers = [[5, 6], [*range(5, 5 + limit + 1)]]
-    rows = [
-        {"prompt_ids": [7, 8, 9], "answers": [answers[0]], "teacher_prompt_ids": [4]},
-        {"prompt_ids": [7], "answers": [answers[1]], "teacher_prompt_ids": [7, 8, 9, 4]},
-    ]
-    sampler.prompts = Dataset.from_list(rows)
-    found = sampler.responses_of_the_data([1, 0])
-    assert tokens_of(found) == [
-        answers[1][:limit],
-        answers[0],
-    ] and found.finish_reason.tolist() == [2, 0]
-    assert found.prompt_mask.sum(dim=1).tolist() == [1, 3]
-    logprobs = ppo.collection.passes.actor_logprobs(found)
-    for number, row in enumerate((rows[1], rows[0])):
-        ids = torch.tensor([row["prompt_ids"] + row["answers"][0][:limit]])
-        logits = ppo.engines.actor.module.lm(ids).logits[0] / ppo.config.ppo.temperature
-        table, start = torch.log_softmax(logits, dim=-1), len(row["prompt_ids"])
-        expected = [float(table[place - 1, ids[0, place]]) for place in range(start, ids.shape[1])]
-        assert logprobs[number][found.response_mask[number]].tolist() == pytest.approx(
-            expected, abs=1e-4
-        )
-    seen = sampler.with_teacher_prompts(found, [1, 0])
-    assert seen.prompt_ids.shape == seen.extra["teacher_prompt_ids"].shape == (2, 4)
-    assert seen.extra["teacher_prompt_ids"][0].tolist() == [7, 8, 9, 4]
-    assert seen.extra["teacher_prompt_mask"].sum(dim=1).tolist() == [4, 1]
-    drawn = [ppo.collection._samples_in(step) for step in range(1, 401)]
-    assert 160 < sum(drawn) < 240 and drawn[:20] == [
-        ppo.collection._samples_in(step) for step in range(1, 21)
-    ]
 
 
 # Prompts, groups, rounds, stops

@@ -17,19 +17,16 @@ from pairs_of_answers import (
     run_loss,
     tokens_run,
 )
-from pass_count import PassCount
 from torch.nn.functional import softplus
 
-from dschat_ppo.algorithms.divergence import Divergence
 from dschat_ppo.data.batches import PADDING_ROW
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.backbone import Layout
-from dschat_ppo.models.pass_observers import observed
 from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.objective import UsedRows
 from dschat_ppo.supervised.policy_objectives import dpo_objective, reference_free_objective
-from dschat_ppo.supervised.sft import SFTTeacher, sft_objective, with_perplexity
+from dschat_ppo.supervised.sft import sft_objective, with_perplexity
 
 
 @torch.no_grad()
@@ -57,46 +54,6 @@ def test_the_loss_is_a_mean_over_tokens_of_the_whole_step(train_on_prompt):
     assert loss.requires_grad
     metrics = objective.summary(sums.reduce())
     assert metrics == pytest.approx({"loss": expected, "perplexity": math.exp(expected)}, rel=1e-4)
-
-
-@pytest.mark.parametrize("share", [1.0, 0.3])
-def test_with_a_teacher_the_loss_is_a_mixture_of_its_divergence_and_the_cross_entropy(share):
-    model, other, indices, sums = (
-        language_model(1),
-        language_model(2),
-        [3, PADDING_ROW, 0],
-        MetricSums(),
-    )
-    teacher = SFTTeacher(PolicyModel(other), Divergence("forward_kl"), share)
-    objective = sft_objective(0, False, CPU, teacher)
-    batch = objective.collate(ROWS, indices)
-    divergence, tokens = torch.zeros(()), 0
-    for row in (3, 0):
-        prompt, answer = ROWS[row]["prompt_ids"], ROWS[row]["answers"][0]
-        log_p, log_q = (
-            torch.log_softmax(
-                each(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1], dim=-1
-            )
-            for each in (model, other)
-        )
-        divergence, tokens = (
-            divergence + (log_q.exp() * (log_q - log_p)).sum(),
-            tokens + len(answer),
-        )
-    nll = sum(nll_alone(model, row, False)[0] for row in (3, 0))
-    # observers read the passes of the model that trains
-    observer = PassCount()
-    with observed(observer):
-        assert teacher.teaching(batch) and observer.passes == 0
-    loss = objective.loss(PolicyModel(model), batch, torch.tensor(tokens), sums)
-    expected = (share * divergence + (1 - share) * nll) / tokens
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
-    metrics = objective.summary(sums.reduce())
-    assert metrics["divergence"] == pytest.approx(divergence.item() / tokens, rel=1e-4)
-    assert metrics["loss"] == pytest.approx(nll / tokens, rel=1e-4) and objective.headline == (
-        "divergence",
-        "loss",
-    )
 
 
 def test_the_perplexity_of_a_huge_loss_is_finite():

@@ -22,12 +22,12 @@ from dschat_ppo.data.batches import SFTBatch
 from dschat_ppo.data.supervised_batches import LabelledBatch, PairBatch
 from dschat_ppo.engine.optimizer_step import Fault, random_state
 from dschat_ppo.models.backbone import Layout
-from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel, Teaching
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite import ReproBundles
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.token_losses import ActorLoss, critic_loss
-from dschat_ppo.supervised.sft import SFTTeacher, sft_loss
+from dschat_ppo.supervised.sft import SFTTerm, sft_loss
 from dschat_ppo.tools.replay import main
 from dschat_ppo.tools.replay_bundle import first_bad_output
 from dschat_ppo.types import Experience, MinimumLength, RewardedRollout
@@ -263,8 +263,14 @@ def test_the_loss_of_step_1_has_its_teacher(assets, tmp_path, capsys):
         engine_of("policy"),
         PolicyModel(LlamaForCausalLM.from_pretrained(assets / "lm")),
     )
-    teacher = SFTTeacher(taught, Divergence("jsd", 0.3), 0.5)
-    by_run = sft_loss(engine.module, GOOD_SFT, torch.tensor(7.0), MetricSums(), teacher).item()
+
+    @torch.no_grad()
+    def distribution(batch):
+        _, _, hidden = taught(batch.input_ids, batch.loss_mask, states=True)
+        return Teaching(taught.output_layer(hidden), Divergence("jsd", 0.3))
+
+    term = SFTTerm("divergence", 0.5, distribution)
+    by_run = sft_loss(engine.module, GOOD_SFT, torch.tensor(7.0), MetricSums(), [term]).item()
     words = (
         f"--teacher_model_name_or_path {assets}/lm --distill_loss jsd --distill_beta 0.3"
         " --distill_coef 0.5".split()

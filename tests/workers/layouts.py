@@ -9,7 +9,6 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from datasets import Dataset
@@ -28,10 +27,10 @@ from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo import advantages
 from dschat_ppo.rewards.reward_source import RewardMixture
-from dschat_ppo.supervised.sft import sft_objective, sft_teacher
+from dschat_ppo.supervised.sft import further_engines, sft_objective, sft_terms
 from dschat_ppo.supervised.train_preference import OBJECTIVES, load_trained_model
 from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
-from dschat_ppo.types import Rollout, select_rows
+from dschat_ppo.types import Rollout, select_rows, with_columns
 from workers import divided_rows
 from workers.ppo_setup import experience_of, ppo_of, update_once
 from workers.quick import joined_ranks
@@ -205,10 +204,9 @@ def supervised(
         trained = PolicyModel(
             load_causal_lm(model, config.run.dtype, ds_config, ModelChanges(adapter=adapter))
         )
-        teacher = sft_teacher(
-            config, SimpleNamespace(teacher=config.models.get("teacher", ("", None))[1])
-        )
-        objective = sft_objective(0, False, dist.device(), teacher)
+        folders = {model.role: model.name for model in config.further_models}
+        terms = sft_terms(config, further_engines(config, folders).__getitem__)
+        objective = sft_objective(0, False, dist.device(), terms)
         if config.fit.gradient_checkpointing:
             trained.gradient_checkpointing_enable()
         apply_memory_flags(trained, config.memory)
@@ -298,16 +296,19 @@ def ppo(
         *parts.engines.trained.values(),
         parts.engines.reference,
         parts.engines.reward,
-        *parts.engines.teachers,
+        *parts.engines.further.values(),
     ):
         if engine is not None and packed is not None:
             assert (engine.module.layout.runner is not None) == (dist.ranks_of_row() > 1)
             engine.module.layout = replace(engine.module.layout, packed=packed)
     mine = torch.arange(16).view(dist.world_size(), -1)[dist.rank()]
     rows = select_rows(stored_rollout(assets, refill), mine)
-    experience = experience_of(
-        parts, rows, list(range(prompts * dist.rank(), prompts * (dist.rank() + 1)))
-    )
+    indices = list(range(prompts * dist.rank(), prompts * (dist.rank() + 1)))
+    if len(config.further_models) > 1:  # of the sources a and b
+        teachers = torch.tensor([int(index >= 2) for index in indices])
+        teachers = teachers.repeat_interleave(own // prompts).to(dist.device())
+        rows = with_columns(rows, {"teachers": teachers})
+    experience = experience_of(parts, rows, indices)
     parts.engines.train()
     names = ("scores", "ref_logprobs", "kl", "values", "old_logprobs", "advantages")
     tensors = {name: getattr(experience, name) for name in names}

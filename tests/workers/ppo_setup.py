@@ -32,9 +32,9 @@ def ppo_of(config: PPOConfig, prompts: Dataset, device: torch.device) -> PPOComp
         dist.ranks_of_row(),
     )
     names = {role: folder for role, (_, folder) in config.models.items()}
-    teachers = tuple(names[role] for role in config.teacher.models)
+    further = {model.role: model.name for model in config.further_models}
     folders = ModelFolders(
-        names["actor"], names.get("critic"), names.get("reward"), teachers=teachers
+        names["actor"], names.get("critic"), names.get("reward"), further=further
     )
     engines = RLHFEngine(config, plan, folders)
     tokenizer = load_tokenizer(folders.actor, "model")

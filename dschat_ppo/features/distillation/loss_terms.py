@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.features.distillation.flags import DistillationFlags
 from dschat_ppo.features.distillation.teachers import Teachers, teachers_of
 from dschat_ppo.models.wrapped_models import ResponseLogprobs
 from dschat_ppo.ppo.loss_terms import LossTerm
@@ -19,14 +20,10 @@ def term_of(
 ) -> LossTerm | None:
     """The divergence of the actor from its teachers as a term of its loss; None if it is not in the
     loss. Arguments as `loss_terms`."""
-    coef = config.distill_loss_coef
+    coef = config.of(DistillationFlags).loss_coef
     if coef == 0:
         return None
-    engines = [frozen(role) for role in config.teacher.models]
-    if not engines:
-        engines = [frozen("reference")]
-    teachers = teachers_of(config, engines, None, minimum_length)
-    return divergence_term(teachers, coef)
+    return divergence_term(teachers_of(config, frozen, minimum_length), coef)
 
 
 def divergence_term(teachers: Teachers, coef: float) -> LossTerm:

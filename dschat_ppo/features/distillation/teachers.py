@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dschat_ppo.algorithms.divergence import Divergence
 from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.features.distillation.flags import DistillationFlags
 from dschat_ppo.models.pass_observers import observed
 from dschat_ppo.models.wrapped_models import ResponseLogprobs, Teaching, response_logprobs
 from dschat_ppo.types import ForwardedRollout, MinimumLength, Model, select_rows
@@ -92,14 +93,12 @@ class Teachers:
 
 
 def teachers_of(
-    config: PPOConfig,
-    engines: Sequence[Model],
-    reference: Model | None,
-    minimum_length: MinimumLength | None,
+    config: PPOConfig, frozen: Callable[[str], Model], minimum_length: MinimumLength | None
 ) -> Teachers:
-    """The teachers of a run that distils; the reference, where the flags name no other."""
-    flags = config.teacher
+    """The teachers of a run that distils; the reference, where the flags name no other. `frozen`:
+    role -> the model of that role."""
+    flags = config.of(DistillationFlags)
+    roles = flags.roles or ["reference"]
     divergence = Divergence(flags.kind, flags.distill_beta, flags.distill_topk)
-    if not engines and reference is not None:
-        engines = [reference]
+    engines = [frozen(role) for role in roles]
     return Teachers(engines, divergence, config.ppo.temperature, minimum_length)

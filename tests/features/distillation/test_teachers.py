@@ -11,11 +11,13 @@ from tiny_models import VOCABULARY, new_model
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.algorithms.divergence import Divergence, dense_divergence
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
+from dschat_ppo.config.cli import parse
+from dschat_ppo.features.distillation.advantage_terms import term_of
 from dschat_ppo.features.distillation.loss_terms import divergence_term
 from dschat_ppo.features.distillation.teachers import Teachers
 from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.ppo.advantages import AdvantageComputation
+from dschat_ppo.ppo.advantages import AdvantageComputation, AdvantageTerm
 from dschat_ppo.ppo.loss_terms import full_kl_term
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.token_losses import ActorLoss
@@ -150,6 +152,17 @@ def test_log_probs_of_sampled_tokens_come_from_the_rows_teacher_without_what_cou
     assert not found[~ACTIONS].any() and not found[3].any()
 
 
+def term(words: str = "") -> AdvantageTerm:
+    """What a run with a teacher and these flags adds to its advantages."""
+    known = (
+        "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o"
+        " --teacher_model_name_or_path t --distill_policy_gradient"
+    )
+    made = term_of(parse("ppo", f"{known} {words}".split()))
+    assert made is not None
+    return made
+
+
 def test_the_kl_of_each_token_is_subtracted_from_its_advantage():
     """Returns of 1 for the first answer and -1 for the second are whitened to 1 and -1; the KL is
     not whitened."""
@@ -165,7 +178,7 @@ def test_the_kl_of_each_token_is_subtracted_from_its_advantage():
     )
     flags = AlgorithmFlags(advantage_estimator="reinforce_plus_plus", kl_coef=0.0)
     plain = AdvantageComputation(flags, 2, 0, 0.0).advantages(replace(rows, extra={}), 1).advantages
-    taught = AdvantageComputation(flags, 2, 0, 0.0, distill_coef=0.5)
+    taught = AdvantageComputation(flags, 2, 0, 0.0, terms=[term("--distill_coef 0.5")])
     torch.testing.assert_close(
         taught.advantages(rows, 1).advantages - plain,
         torch.tensor([[0, -1], [0.25, 0], [-4, 0]]).float(),
@@ -174,9 +187,8 @@ def test_the_kl_of_each_token_is_subtracted_from_its_advantage():
     assert float(taught.advantages(routed, 1).advantages[2, 0]) == float(plain[2, 0]), (
         "no teacher teaches this row"
     )
-    alone = AdvantageComputation(
-        AlgorithmFlags(advantage_estimator="none"), 2, 0, 0.0, distill_coef=1.0
-    )
+    flags = AlgorithmFlags(advantage_estimator="none")
+    alone = AdvantageComputation(flags, 2, 0, 0.0, terms=[term()])
     assert alone.advantages(rows, 1).advantages.tolist() == [[0, -2], [0.5, 0], [-8, 0]]
 
 

@@ -18,6 +18,14 @@ from dschat_ppo.config.schema import (
 
 MIX = "mix:"
 TEACHER = "--teacher_model_name_or_path"
+TEACHER_HELP = (
+    "teacher: a model with the tokenizer of the one that trains; SOURCE= in front: only for the"
+    " rows of this data source, so that several teachers share the data"
+)
+COEF_HELP = (
+    "weight of the divergence; not given: 1. Step 3: beside the policy loss. Step 1: its share"
+    " of the loss, at most 1; the rest is that of the cross entropy"
+)
 
 
 def parse_teachers(texts: list[str]) -> list[tuple[tuple[str, ...], str]]:
@@ -54,16 +62,24 @@ def parse_policy_share(text: str) -> float:
     return share
 
 
+def _check_one_teacher(texts: list[str]) -> None:
+    sources = [sources for sources, _ in parse_teachers(texts)]
+    require(not any(sources), f"{TEACHER}: step 1 takes one teacher, for all rows")
+
+
+def _check_share_of_loss(coef: float) -> None:
+    require(
+        0 < coef <= 1,
+        f"--distill_coef {coef} is the share of the divergence in the loss; it must be above 0 and"
+        " at most 1",
+    )
+
+
 @dataclass(frozen=True)
 class TeacherFlags:
     """Distillation: a teacher, and how the model is compared with it (docs/distillation.md)."""
 
-    teacher_model_name_or_path: list[str] = flag(
-        [],
-        "teacher: a model with the tokenizer of the one that trains; SOURCE= in front: only for the"
-        " rows of this data source, so that several teachers share the data",
-        check=parse_teachers,
-    )
+    teacher_model_name_or_path: list[str] = flag([], TEACHER_HELP, check=parse_teachers)
     distill_loss: Literal["reverse_kl", "forward_kl", "jsd"] = flag(
         "reverse_kl",
         "divergence at each token: 'reverse_kl' KL(model || teacher), 'forward_kl' KL(teacher ||"
@@ -72,11 +88,7 @@ class TeacherFlags:
     distill_beta: float = unit(
         0.5, "jsd: share of the teacher in the mixture; 0 is forward_kl and 1 is reverse_kl"
     )
-    distill_coef: float | None = not_negative(
-        None,
-        "weight of the divergence; not given: 1. Step 3: beside the policy loss. Step 1: its share"
-        " of the loss, at most 1; the rest is that of the cross entropy",
-    )
+    distill_coef: float | None = not_negative(None, COEF_HELP)
     distill_topk: int = not_negative(
         0,
         "compare the teacher's K most likely tokens, and all others as one, which takes less time;"
@@ -99,18 +111,10 @@ class TeacherFlags:
         return parse_teachers(self.teacher_model_name_or_path)
 
     @property
-    def routes(self) -> list[tuple[str, tuple[str, ...]]]:
-        """(the flag, data sources) of each teacher."""
-        return [(TEACHER, sources) for sources, _ in self.teachers]
-
-    @property
-    def models(self) -> dict[str, tuple[str, str]]:
-        """Role -> the flag, and folder or hub name, as in `StepConfig.models`."""
-        models = {}
-        for index, (_, name) in enumerate(self.teachers):
-            role = "teacher" if index == 0 else f"teacher {index + 1}"
-            models[role] = (TEACHER, name)
-        return models
+    def roles(self) -> list[str]:
+        """The role of each teacher, as in `StepConfig.models`."""
+        further = [f"teacher {number}" for number in range(2, len(self.teachers) + 1)]
+        return ["teacher", *further][: len(self.teachers)]
 
     @property
     def kind(self) -> str:
@@ -122,8 +126,18 @@ class TeacherFlags:
 
 
 @dataclass(frozen=True)
-class DistillationFlags:
-    """Distillation on the answers of a PPO step."""
+class SFTTeacherFlags(TeacherFlags):
+    """Distillation: a teacher, and how the model is compared with it (docs/distillation.md)."""
+
+    # step 1 allows less than step 3
+    teacher_model_name_or_path: list[str] = flag([], TEACHER_HELP, check=_check_one_teacher)
+    distill_coef: float | None = not_negative(None, COEF_HELP, check=_check_share_of_loss)
+
+
+@dataclass(frozen=True)
+class DistillationFlags(TeacherFlags):
+    """Distillation: teachers, how the actor is compared with them, and on which answers
+    (docs/distillation.md)."""
 
     distill_policy_gradient: bool = flag(
         False,
@@ -143,10 +157,35 @@ class DistillationFlags:
         " teacher: the actor's start or, with --ref_sync_interval, its moving average",
     )
 
-    def __post_init__(self) -> None:
-        check_values(self)
-
     @property
     def on_policy_share(self) -> float:
         """The share of PPO steps whose answers are sampled."""
         return parse_policy_share(self.distill_on)
+
+    @property
+    def distils(self) -> bool:
+        """Whether the actor learns from a teacher."""
+        return bool(self.teachers or self.teacher_prompt_column)
+
+    @property
+    def coef(self) -> float:
+        """The weight of the divergence from the teacher, as a loss or in advantages; 0 without a
+        teacher."""
+        if self.distill_coef is None:
+            return float(self.distils)
+        return self.distill_coef
+
+    @property
+    def loss_coef(self) -> float:
+        """The weight of the divergence as a loss; 0 if there is no such loss."""
+        if self.distill_policy_gradient or not self.distils:
+            return 0.0
+        return self.coef
+
+    @property
+    def gives_advantages(self) -> bool:
+        """Whether the divergence from the teacher is in the advantages."""
+        return self.distils and self.distill_policy_gradient
+
+
+FLAGS = {"sft": SFTTeacherFlags, "ppo": DistillationFlags}

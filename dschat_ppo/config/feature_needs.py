@@ -1,0 +1,34 @@
+"""What a feature needs of a run, beside what the step has itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class FurtherModel:
+    """A policy that does not train, with the tokenizer of the model that does."""
+
+    role: str  # as in `StepConfig.models`
+    flag: str  # that names it
+    name: str  # its folder or hub name
+    sources: Sequence[str] = ()  # data sources of the rows that it is for; empty: all rows
+    offload: bool = False  # its parameters are in host memory
+
+    @property
+    def label(self) -> str:
+        """The flag with the sources, in the inputs of a run."""
+        return " ".join([self.flag, *self.sources])
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a feature needs, and what it gives the model that trains."""
+
+    models: Sequence[FurtherModel] = ()
+    reference: bool = False  # that of step 3
+    # of all policies, which are compared over all tokens and not only over the sampled ones
+    whole_distributions: bool = False
+    policy_loss: bool = False  # it gives advantages, without rewards too
+    eval_metrics: Sequence[str] = ()  # of an evaluation in step 1

@@ -1,0 +1,44 @@
+"""What distillation needs of a run."""
+
+from __future__ import annotations
+
+from dschat_ppo.config.feature_needs import FurtherModel, Needs
+from dschat_ppo.config.step_config import StepConfig
+from dschat_ppo.features.distillation.flags import (
+    TEACHER,
+    DistillationFlags,
+    SFTTeacherFlags,
+    TeacherFlags,
+)
+
+
+def needs_of(config: StepConfig) -> Needs:
+    """The teachers and, with their divergence as a loss, whole distributions of all policies."""
+    if config.kind == "sft":
+        flags = config.of(SFTTeacherFlags)
+        models = _models(flags)
+        if not models:
+            return Needs()
+        return Needs(models, whole_distributions=True, eval_metrics=["divergence"])
+    if config.kind == "ppo":
+        return _needs_of_ppo(config.of(DistillationFlags))
+    return Needs()
+
+
+def _needs_of_ppo(flags: DistillationFlags) -> Needs:
+    if not flags.distils:
+        return Needs()
+    return Needs(
+        models=_models(flags),
+        reference=not flags.teachers,  # it is the teacher
+        whole_distributions=flags.loss_coef > 0,
+        policy_loss=flags.gives_advantages,
+    )
+
+
+def _models(flags: TeacherFlags) -> list[FurtherModel]:
+    """The teachers as models of the run."""
+    models = []
+    for role, (sources, name) in zip(flags.roles, flags.teachers, strict=True):
+        models.append(FurtherModel(role, TEACHER, name, sources, flags.offload_teacher_model))
+    return models

@@ -1,0 +1,27 @@
+"""The log-probs of the teachers, which the advantages need, as a forward pass of scoring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.features.distillation.flags import DistillationFlags
+from dschat_ppo.features.distillation.teachers import teachers_of
+from dschat_ppo.ppo.score import ForwardPass
+from dschat_ppo.types import ForwardedRollout, MinimumLength, Model
+
+
+def pass_of(
+    config: PPOConfig, frozen: Callable[[str], Model], minimum_length: MinimumLength | None
+) -> ForwardPass | None:
+    """The pass of a run with `--distill_policy_gradient`. Arguments as `further_passes`."""
+    if not config.of(DistillationFlags).gives_advantages:
+        return None
+    teachers = teachers_of(config, frozen, minimum_length)
+
+    def columns_of(rows: ForwardedRollout) -> dict[str, Tensor]:
+        return {"teacher_logprobs": teachers.logprobs(rows)}
+
+    return ForwardPass("teacher", columns_of)

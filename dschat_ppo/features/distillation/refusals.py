@@ -1,0 +1,94 @@
+"""Combinations of flags that are refused, and what messages about rewards say of teachers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dschat_ppo.config.schema import require_used
+from dschat_ppo.config.step_config import StepConfig, features_observe
+from dschat_ppo.errors import UserError
+from dschat_ppo.features.distillation.flags import TEACHER, DistillationFlags, SFTTeacherFlags
+
+WITHOUT_REWARDS = f"a teacher to learn from ({TEACHER})"
+_WITH_TEACHER = f"a teacher ({TEACHER})"
+
+
+def learned_from(values: Mapping[str, Any]) -> str:
+    """The teacher, if these values of flags give one."""
+    if values.get("teacher_model_name_or_path") or values.get("teacher_prompt_column"):
+        return "the teacher"
+    return ""
+
+
+def refuse(config: StepConfig) -> None:
+    """Refuse a teacher that the other flags leave without effect or that does not fit them, and
+    flags of distillation without one."""
+    if config.kind == "sft":
+        _refuse_of_sft(config, config.of(SFTTeacherFlags))
+    elif config.kind == "ppo":
+        _refuse_of_ppo(config, config.of(DistillationFlags))
+
+
+def _refuse_of_sft(config: Any, flags: SFTTeacherFlags) -> None:
+    has_teacher = bool(flags.teachers)
+    _check_fit(config, flags, "--zero_stage", config.fit.zero_stage, compares=has_teacher)
+    require_used(
+        flags, "distill_coef distill_loss distill_topk", when=has_teacher, purpose=_WITH_TEACHER
+    )
+
+
+def _check_fit(config: Any, flags: Any, stage_flag: str, stage: int, compares: bool) -> None:
+    """Refuse what divides rows or weights in another way than teachers need. `compares`: whether
+    whole distributions are compared with theirs."""
+    if compares and config.ranks_of_row > 1:
+        raise UserError(
+            f"--sequence_parallel_size {config.ranks_of_row}: a divergence from a teacher needs"
+            " whole rows on a rank; use 1"
+        )
+    if flags.offload_teacher_model and stage < 3:
+        raise UserError(
+            f"--offload_teacher_model needs {stage_flag} 3: only ZeRO-3 keeps parameters in host"
+            " memory"
+        )
+
+
+def _refuse_of_ppo(config: Any, flags: DistillationFlags) -> None:
+    if flags.distils and flags.coef == 0:
+        raise UserError("--distill_coef 0 leaves the teacher without effect; omit it")
+    evaluates = bool(config.validation.eval_data_path)
+    has_scores = config.has_rewards or config.validation.eval_reward_function is not None
+    if evaluates and not has_scores:
+        raise UserError(
+            "--eval_data_path: a teacher gives no score to held-out answers; give"
+            " --eval_reward_function as well"
+        )
+    fits_responses_of_data = (
+        config.algorithm.advantage_estimator == "none"
+        and config.ppo.n_samples_per_prompt == 1
+        and not features_observe(config)
+        and not flags.distill_policy_gradient
+    )
+    if flags.on_policy_share < 1 and not fits_responses_of_data:
+        raise UserError(
+            f"--distill_on {flags.distill_on}: answers of the data are no samples of the policy, so"
+            " they take --advantage_estimator none and one answer to a prompt"
+            " (--n_samples_per_prompt 1), and neither episodes nor --distill_policy_gradient"
+        )
+    stage = config.ppo.actor_zero_stage
+    _check_fit(config, flags, "--actor_zero_stage", stage, compares=flags.loss_coef > 0)
+    with_divergence_loss = _WITH_TEACHER
+    if flags.distils:
+        with_divergence_loss = f"the loss of a divergence ({TEACHER})"
+    require_used(
+        flags,
+        "distill_coef distill_on distill_policy_gradient",
+        when=flags.distils,
+        purpose=_WITH_TEACHER,
+    )
+    require_used(
+        flags,
+        "distill_loss distill_topk",
+        when=flags.loss_coef > 0,
+        purpose=with_divergence_loss,
+    )
