@@ -1,7 +1,7 @@
 """What the flags of moving averages alone decide."""
 
 import pytest
-from config.command_lines import config_of, noted, read
+from command_lines import config_of, noted, read
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.averages.flags import FOLLOWING_ROLES

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from config.command_lines import config_of
+from command_lines import config_of
 from one_rank import one_rank  # noqa: F401
 from role_engines import engines_of, logprobs
 from transformers import LlamaForCausalLM
