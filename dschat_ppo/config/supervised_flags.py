@@ -239,7 +239,7 @@ class PreferenceFlags:
 
     objective: OBJECTIVES = flag(
         "reward",
-        "'reward' trains a reward model on pairs (Bradley-Terry). The others train the policy"
+        "'reward' trains a reward model on pairs (Bradley-Terry). The following train the policy"
         " itself. On pairs, with the initial model as reference: 'dpo';"
         " 'cdpo' and 'robust_dpo' for noisy labels (--label_smoothing); 'ipo' (squared loss,"
         " log-probs averaged over tokens); 'hinge'; 'dpo_nll' with an NLL term (--nll_coef). On"
