@@ -27,7 +27,7 @@ from dschat_ppo.ppo.rollouts import (
     own_rollouts,
 )
 from dschat_ppo.rollout.cache_memory import rows_for_memory
-from dschat_ppo.rollout.continuous_batching import Turns, never
+from dschat_ppo.rollout.continuous_batching import Partner, never
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
 from dschat_ppo.rollout.generator import engine_text, generate
@@ -90,7 +90,7 @@ class RolloutSampler:
                 config,
                 hybrid.max_over_ranks,
                 self.graphs,
-                has_turns=any_observes(extensions),
+                has_partner=any_observes(extensions),
             )
             self.engine_text = engine_text(model, self.config, hybrid.max_over_ranks)
         sample = own_rollouts(self._generate, self.pad_id)
@@ -156,7 +156,7 @@ class RolloutSampler:
         seeds: Tensor,
         config: GenerationConfig,
         cancelled: Callable[[], bool],
-        turns: Turns | None = None,
+        partner: Partner | None = None,
     ) -> Rollout:
         """Generate with the actor's weights. Collective."""
         batch = to_device(batch, self.device)
@@ -168,4 +168,4 @@ class RolloutSampler:
                 fewest = -max_over_ranks(-rows_for_memory(model, length))
                 config = replace(config, rows=fewest)
             request = RolloutRequest(batch, seeds.to(self.device))
-            return generate(model, request, config, max_over_ranks, cancelled, self.graphs, turns)
+            return generate(model, request, config, max_over_ranks, cancelled, self.graphs, partner)

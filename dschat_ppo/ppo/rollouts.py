@@ -23,7 +23,7 @@ from dschat_ppo.data.examples import Row
 from dschat_ppo.features import hooks
 from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.rewards.reward_source import RewardSource
-from dschat_ppo.rollout.continuous_batching import Turns, never
+from dschat_ppo.rollout.continuous_batching import Partner, never
 from dschat_ppo.rollout.generation_request import GenerationConfig
 from dschat_ppo.types import PromptBatch, Rollout
 
@@ -74,7 +74,7 @@ class Generate(Protocol):
         seeds: Tensor,
         config: GenerationConfig,
         cancelled: Callable[[], bool],
-        turns: Turns | None = None,
+        partner: Partner | None = None,
     ) -> Rollout:
         """Responses to the prompts; arguments as `rollout.generator.generate`."""
 
@@ -99,7 +99,7 @@ class RolloutExtension:
 
     # (rollouts so far, generation) -> rollouts in their place
     wrap: Callable[[SampleRollout, Generate], SampleRollout]
-    # whether it lets generation go on after tokens that the model did not choose (`Turns`)
+    # whether it lets generation go on after tokens that the model did not choose (`Partner`)
     observes: bool = False
     # with weights, beside those of the flags
     reward_sources: Sequence[tuple[RewardSource, float]] = ()

@@ -42,7 +42,7 @@ MAX_PREFILL_TOKENS = 8192  # of one forward pass
 MIN_SHARED_TOKENS = 32
 MAX_EXTEND_PAIRS = 2**21  # of a token and a key that it attends to, in one pass over observations
 POLL = 8  # tokens between two checks for finished sequences, where steps are CUDA graphs
-CPU_POLL = 1  # the same for episodes on a CPU, where a check costs nothing
+CPU_POLL = 1  # the same with a partner on a CPU, where a check costs nothing
 
 
 def never() -> bool:
@@ -50,16 +50,16 @@ def never() -> bool:
     return False
 
 
-class Turns(Protocol):
-    """The environments of the sequences, see `episodes/turns.py`. A sequence is in their hands from
-    `end_turn` until `observed` returns it."""
+class Partner(Protocol):
+    """What replies to a sequence whenever the model has ended it, so that it goes on: an action of
+    the model, an observation, and so on. A sequence is in its hands from `end_turn` until
+    `observed` returns it."""
 
     def end_turn(self, sequence: int, ids: list[int], end: int) -> None:
         """An action has ended. `ids`: its tokens; `end`: index of the last one in the response."""
 
     def observed(self, wait: bool) -> list[tuple[int, list[int]]]:
-        """Sequences whose environments have answered, each with the tokens to go on with; none if
-        its episode is over."""
+        """Sequences that have a reply, each with the tokens to go on with; none if it is over."""
 
     def cut(self, sequence: int, end: int) -> None:
         """The limit of tokens ended an action at token `end`."""
@@ -72,7 +72,7 @@ class ContinuousBatching:
     """Generates all sequences of `buffers`, at most `rows` at a time. The model is in eval mode and
     has whole weights, or ZeRO-3 hooks that gather each layer. `max_over_ranks`, `cancelled`: see
     `generate`. `memory`: of decode steps at fixed addresses, of a poll of tokens each time; None:
-    steps over growing batches. `turns`: of episodes, with `memory`."""
+    steps over growing batches. `partner`: lets sequences go on, with `memory`."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class ContinuousBatching:
         max_over_ranks: MaxOverRanks | None = None,
         cancelled: Callable[[], bool] = never,
         memory: StaticMemory | None = None,
-        turns: Turns | None = None,
+        partner: Partner | None = None,
     ):
         self.model = model
         self.buffers = buffers
@@ -97,16 +97,16 @@ class ContinuousBatching:
             self.states = RowStates()
         self.cancelled = cancelled
         self.memory = memory
-        self.turns = turns
+        self.partner = partner
         self.sequences = Sequences(
             prompts=np.arange(buffers.count) // buffers.samples,
             prompt_lengths=buffers.prompt_lengths[:-1].cpu().numpy(),
             limits=buffers.limits[:-1].cpu().numpy(),
         )
-        # whether a sequence is in the hands of `turns`
-        self.in_environment = np.zeros(buffers.count, dtype=bool)
+        # whether a sequence is in the hands of `partner`
+        self.with_partner = np.zeros(buffers.count, dtype=bool)
         self.without_rows = set[int]()  # sequences there that lost their rows meanwhile
-        # of `turns`, that are not in the buffers yet
+        # of `partner`, that are not in the buffers yet
         self.observations = list[tuple[int, list[int]]]()
         # longest prompts first; sequences of one prompt together
         self.waiting = np.argsort(-self.sequences.prompt_lengths, kind="stable")
@@ -116,7 +116,7 @@ class ContinuousBatching:
             self.running = RunningBatches(self.sequences, MIN_SHARED_TOKENS)
         else:
             poll = POLL
-            if turns is not None and self.device.type == "cpu":
+            if partner is not None and self.device.type == "cpu":
                 poll = CPU_POLL
             self.running = RunningPool(
                 self.sequences, memory.pool, memory.most_slots, poll, MIN_SHARED_TOKENS
@@ -177,8 +177,8 @@ class ContinuousBatching:
         ones leave."""
         heartbeat()
         unread: dict[int, int] = {}  # sequence -> tokens that are not in its cache yet
-        if self.turns is not None:
-            unread = self._observe(self.turns)
+        if self.partner is not None:
+            unread = self._observe(self.partner)
         prefills, replayed = self._admit()
         unread |= replayed
         passes = self._prefill_passes(prefills)
@@ -257,11 +257,11 @@ class ContinuousBatching:
             return
         finished = self.graphed.run(rows, self.rows)
         finished = finished | self._find_stop_strings(rows, running.poll)
-        if self.turns is None:
+        if self.partner is None:
             running.advance(finished, running.poll)
         else:
             running.advance(np.zeros_like(finished), running.poll)
-            self._end_turns(rows.sequences[finished].tolist(), self.turns)
+            self._hand_over(rows.sequences[finished].tolist(), self.partner)
 
     def _decode_batches(self, running: RunningBatches) -> None:
         """Generate one token for each row of the batches."""
@@ -282,8 +282,8 @@ class ContinuousBatching:
         action_starts = self.sequences.start_lengths[rows.sequences] - lengths
         return self.buffers.find_stop_strings(rows.sequences, tokens_before, tokens, action_starts)
 
-    def _end_turns(self, sequences: list[int], turns: Turns) -> None:
-        """Hand sequences that ended an action to their environments; let those go that a limit
+    def _hand_over(self, sequences: list[int], partner: Partner) -> None:
+        """Hand sequences that ended an action to the partner; let those go that a limit
         cut."""
         assert isinstance(self.running, RunningPool)
         counts = self.buffers.response_lengths[sequences].tolist()
@@ -291,17 +291,17 @@ class ContinuousBatching:
         for sequence, count, reason in zip(sequences, counts, reasons, strict=True):
             if reason == FinishReason.LENGTH:
                 self.running.drop(sequence)
-                turns.cut(sequence, count - 1)
+                partner.cut(sequence, count - 1)
                 continue
             start = int(self.sequences.start_lengths[sequence])
             end = int(self.sequences.prompt_lengths[sequence]) + count
             self.running.park(sequence, end - 1)
             ids = self.buffers.token_ids[sequence, start:end].tolist()
-            self.in_environment[sequence] = True
-            turns.end_turn(sequence, ids, count - 1)
+            self.with_partner[sequence] = True
+            partner.end_turn(sequence, ids, count - 1)
 
-    def _observe(self, turns: Turns) -> dict[int, int]:
-        """Let the sequences go on whose environments have answered; those whose rows have stopped
+    def _observe(self, partner: Partner) -> dict[int, int]:
+        """Let the sequences go on that have a reply; those whose rows have stopped
         start again. Returns how many tokens of each row are new to the cache: those before its new
         position, which the next decode step feeds. When memory runs out, no observation is lost: it
         stays in `observations` until the sequence has it."""
@@ -310,7 +310,7 @@ class ContinuousBatching:
         counts = dict[int, int]()
         assert isinstance(running, RunningPool)
         is_idle = not len(running.active) and (len(running) > 0 or not len(self.waiting))
-        self.observations += turns.observed(is_idle and not self.observations)
+        self.observations += partner.observed(is_idle and not self.observations)
         while self.observations:
             sequence, tokens = self.observations[0]
             end = int(buffers.response_lengths[sequence])
@@ -327,8 +327,8 @@ class ContinuousBatching:
                 running.drop(sequence)
                 if tokens:
                     buffers.finish_reasons[sequence] = FinishReason.LENGTH
-                    turns.stop(sequence)
-            self.in_environment[sequence] = False
+                    partner.stop(sequence)
+            self.with_partner[sequence] = False
             self.without_rows.discard(sequence)
             self.observations.pop(0)
         if counts:
@@ -406,10 +406,10 @@ class ContinuousBatching:
 
     def _return_to_queue(self, sequences: np.ndarray) -> None:
         """Forget the current actions of these sequences; they are the next ones that start. Those
-        in the hands of their environments start when these have answered."""
-        in_environment = self.in_environment[sequences]
-        self.without_rows.update(sequences[in_environment].tolist())
-        sequences = sequences[~in_environment]
+        in the hands of the partner start when it has replied."""
+        with_partner = self.with_partner[sequences]
+        self.without_rows.update(sequences[with_partner].tolist())
+        sequences = sequences[~with_partner]
         self.waiting = np.concatenate([sequences, self.waiting])
         prompt_lengths = self.sequences.prompt_lengths[sequences]
         tokens_after_prompt = self.sequences.start_lengths[sequences] - prompt_lengths

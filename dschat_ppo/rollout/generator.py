@@ -18,7 +18,7 @@ from dschat_ppo.rollout.continuous_batching import (
     POLL,
     ContinuousBatching,
     MaxOverRanks,
-    Turns,
+    Partner,
     never,
 )
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs, StaticMemory
@@ -41,7 +41,7 @@ def generate(
     max_over_ranks: MaxOverRanks | None = None,
     cancelled: Callable[[], bool] = never,
     graphs: RolloutGraphs | None = None,
-    turns: Turns | None = None,
+    partner: Partner | None = None,
 ) -> Rollout:
     """Sample responses, padded to the longest. A response depends on its prompt, its seed and the
     weights, not on the other rows (up to rounding, which can differ with the shapes of matrix
@@ -57,16 +57,16 @@ def generate(
         cancelled: called before each token (static steps: each poll). Once it returns True, this
             rank generates no more tokens, and unfinished responses have none.
         graphs: CUDA graphs of all rollouts of a run; None: of this one.
-        turns: of episodes; limits then count all tokens after the prompt.
+        partner: lets responses go on; limits then count all tokens after the prompt.
     """
-    is_static = _is_static(model, config, max_over_ranks, turns, request.on_gpu)
-    if turns is not None and not is_static:
-        return _turn_by_turn(model, request, config, max_over_ranks, cancelled, turns)
+    is_static = _is_static(model, config, max_over_ranks, partner, request.on_gpu)
+    if partner is not None and not is_static:
+        return _turn_by_turn(model, request, config, max_over_ranks, cancelled, partner)
     with ExitStack() as stack:
         if max_over_ranks is None:
             stack.enter_context(_fewer_operations(model, config, request.on_gpu))
         if is_static:
-            return _generate_static(model, request, config, cancelled, graphs, turns)
+            return _generate_static(model, request, config, cancelled, graphs, partner)
         buffers = SequenceBuffers(request, config, vocabulary_size(model), slack=1)
         rows = min(config.rows or rows_for_memory(model, buffers.width), buffers.count)
         if config.engine == "continuous":
@@ -97,14 +97,14 @@ def _is_static(
     model: PreTrainedModel,
     config: GenerationConfig,
     max_over_ranks: MaxOverRanks | None,
-    turns: Turns | None,
+    partner: Partner | None,
     on_gpu: bool,
 ) -> bool:
     """Whether decode steps run at fixed addresses: on a GPU, with `config.static`, and for
-    episodes in continuous batching; not for layers that hold a state."""
+    dialogues in continuous batching; not for layers that hold a state."""
     if config.engine != "continuous" or has_states(model.config):
         return False
-    if turns is not None and max_over_ranks is None:
+    if partner is not None and max_over_ranks is None:
         return True
     if config.static is not None:
         return config.static
@@ -117,9 +117,9 @@ def _turn_by_turn(
     config: GenerationConfig,
     max_over_ranks: MaxOverRanks | None,
     cancelled: Callable[[], bool],
-    turns: Turns,
+    partner: Partner,
 ) -> Rollout:
-    """Episodes that this function generates turn by turn, each turn by `generate`."""
+    """Dialogues that this function generates turn by turn, each turn by `generate`."""
     limits = request.limits
     if limits is None:
         limits = torch.full_like(request.seeds, config.stopping.max_new_tokens)
@@ -130,7 +130,7 @@ def _turn_by_turn(
         return generate(model, actions, one_sample, max_over_ranks, cancelled)
 
     return generate_turn_by_turn(
-        sample, starts, max_over_ranks or (lambda count: count), cancelled, turns
+        sample, starts, max_over_ranks or (lambda count: count), cancelled, partner
     )
 
 
@@ -140,13 +140,13 @@ def _generate_static(
     config: GenerationConfig,
     cancelled: Callable[[], bool],
     graphs: RolloutGraphs | None,
-    turns: Turns | None,
+    partner: Partner | None,
 ) -> Rollout:
     """Continuous batching with decode steps at fixed addresses; `graphs` records them, or reuses
     those that it kept."""
     if request.on_gpu and graphs is None:
         graphs = RolloutGraphs()
-    if turns is not None and not request.on_gpu:
+    if partner is not None and not request.on_gpu:
         graphs = None
     key = (config, len(request.seeds))
     memory = None
@@ -157,7 +157,7 @@ def _generate_static(
     else:
         memory = _new_static_memory(model, request, config, graphs, key)
     rows = memory.entries.shape[1]
-    engine = ContinuousBatching(model, memory.buffers, rows, None, cancelled, memory, turns)
+    engine = ContinuousBatching(model, memory.buffers, rows, None, cancelled, memory, partner)
     engine.run()
     if graphs is not None and engine.rows == rows:  # else memory ran out; the rows were halved
         graphs.keep(key, model, memory)

@@ -29,7 +29,7 @@ class Sequences:
 
     `prompts` is the index of the prompt of each, `prompt_lengths` its tokens, `limits` the most
     response tokens. `start_lengths` are the tokens with which a sequence starts, or starts again:
-    its prompt and, in an episode, all before its current action. Those change in place.
+    its prompt and, in a dialogue, all before its current action. Those change in place.
     """
 
     prompts: np.ndarray

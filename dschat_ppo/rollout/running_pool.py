@@ -66,7 +66,7 @@ class FreeSlots:
 class PooledRows(RunningRows):
     """Rows in a pool; those of a prompt are next to each other. The tokens that are not in the
     prefix of a row are in its own segment, of `sizes` slots from slot `starts` on. `parked` is 1
-    for rows that wait for an environment."""
+    for rows that wait for a reply."""
 
     starts: np.ndarray
     sizes: np.ndarray

@@ -24,7 +24,7 @@ from dschat_ppo.models.backbone import (
 )
 from dschat_ppo.models.wrapped_models import vocabulary_size
 from dschat_ppo.rollout.attention import RolloutAttention, attention_replaced
-from dschat_ppo.rollout.continuous_batching import MaxOverRanks, Turns
+from dschat_ppo.rollout.continuous_batching import MaxOverRanks, Partner
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.generation_request import (
     ENGINES,
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 # of the test prompts: the shortest possible, refilling of rows, two long enough to share
 LENGTHS = (1, 9, 40, 5, 36)
-NEW_TOKENS = 6  # of a response or an episode
+NEW_TOKENS = 6  # of a response or a dialogue
 SAMPLES = 2  # responses to each test prompt
 # largest difference of log-probs; half precision: `HALF_TOLERANCE`
 TOLERANCE = {torch.float32: 1e-3}
@@ -49,8 +49,7 @@ HALF_TOLERANCE = 0.3
 
 
 class Echo:
-    """The environments of the self-check: each repeats an action of one token, once to three
-    times."""
+    """The partner of the self-check, which repeats an action of one token, once to three times."""
 
     def __init__(self) -> None:
         self._observations: list[tuple[int, list[int]]] = []
@@ -77,11 +76,11 @@ def choose_engine(
     config: GenerationConfig,
     max_over_ranks: MaxOverRanks | None = None,
     graphs: RolloutGraphs | None = None,
-    has_turns: bool = False,
+    has_partner: bool = False,
 ) -> GenerationConfig:
     """The configuration with the first of `ENGINES`, from its own on, that passes the self-check on
-    `model`, also with episodes if it `has_turns`. Collective. A warning names each engine that does
-    not.
+    `model`, also in dialogues if it `has_partner`. Collective. A warning names each engine that
+    does not.
 
     Raises:
         NonFiniteError: the log-probs of the model are not finite.
@@ -92,7 +91,9 @@ def choose_engine(
     engines = list(ENGINES)
     remaining = engines[engines.index(config.engine) :]
     for engine in remaining:
-        difference, reason = check_engine(model, config, engine, max_over_ranks, graphs, has_turns)
+        difference, reason = check_engine(
+            model, config, engine, max_over_ranks, graphs, has_partner
+        )
         result = reason or f"log-probs within {difference:.1e}"
         if not reason and difference <= tolerance:
             _log.info(
@@ -122,9 +123,9 @@ def check_engine(
     engine: EngineName,
     max_over_ranks: MaxOverRanks | None = None,
     graphs: RolloutGraphs | None = None,
-    has_turns: bool = False,
+    has_partner: bool = False,
 ) -> tuple[float, str]:
-    """Generate greedy tokens from a few random prompts, and episodes if it `has_turns`; compare
+    """Generate greedy tokens from a few random prompts, and dialogues if it `has_partner`; compare
     with one forward pass without a cache. Collective.
 
     Returns:
@@ -147,16 +148,16 @@ def check_engine(
         rows=4,
         engine=engine,
     )
-    tests: list[tuple[GenerationConfig, Turns | None]] = [(greedy, None)]
-    if has_turns:  # each token ends an action
+    tests: list[tuple[GenerationConfig, Partner | None]] = [(greedy, None)]
+    if has_partner:  # each token ends an action
         ends = StoppingCriteria(NEW_TOKENS, stop_ids=tuple(range(vocabulary)))
         tests.append((replace(greedy, stopping=ends), Echo()))
     largest = torch.tensor(math.inf, device=device)
     with attempt() as tried:
         differences: list[Tensor] = []
-        for test_config, turns in tests:
+        for test_config, partner in tests:
             rollout = generate(
-                model, request, test_config, max_over_ranks, graphs=graphs, turns=turns
+                model, request, test_config, max_over_ranks, graphs=graphs, partner=partner
             )
             differences += _greedy_differences(model, rollout)
         largest = torch.cat(differences).max()

@@ -23,7 +23,7 @@ class SequenceBuffers:
     `uniforms` (numbers from which tokens are drawn) are (A+1, `response_width`) fp32. `seen` is
     (A+1, V) bool, True for tokens in the sequence, or None without a repetition penalty. `is_end`
     and `is_eos` are (V,) bool. `observed` (A+1, `response_width`) bool marks response tokens that
-    an environment wrote.
+    the model did not choose.
     """
 
     def __init__(
@@ -200,9 +200,9 @@ class SequenceBuffers:
         return stopped
 
     def observe(self, sequence: int, tokens: list[int]) -> None:
-        """Go on after the last response token of a finished sequence with tokens that an
-        environment wrote. The numbers from which the policy's own tokens are drawn stay in order,
-        whatever it observes."""
+        """Go on after the last response token of a finished sequence with tokens that the model did
+        not choose. The numbers from which the policy's own tokens are drawn stay in order, whatever
+        it observes."""
         count = int(self.response_lengths[sequence])
         after = count + len(tokens)
         start = int(self.prompt_lengths[sequence]) + count

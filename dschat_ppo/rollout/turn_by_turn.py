@@ -1,5 +1,5 @@
-"""Episodes with any engine: all actions of a turn are generated together, each after a prefill of
-its whole history."""
+"""Dialogues with a partner by any engine: all actions of a turn are generated together, each after
+a prefill of its whole history."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dschat_ppo.rollout.continuous_batching import MaxOverRanks, Turns
+from dschat_ppo.rollout.continuous_batching import MaxOverRanks, Partner
 from dschat_ppo.rollout.generation_request import RolloutRequest
 from dschat_ppo.types import FinishReason, PromptBatch, Rollout
 
@@ -19,8 +19,8 @@ SampleActions = Callable[[RolloutRequest], Rollout]
 
 
 @dataclass(eq=False)
-class Episode:
-    """What an episode has so far."""
+class Dialogue:
+    """What the model and its partner wrote so far."""
 
     history: Tensor  # (tokens,) int64, prompt, actions and observations
     mask: Tensor  # (R,) bool, True for tokens of the policy
@@ -51,40 +51,40 @@ def generate_turn_by_turn(
     starts: RolloutRequest,
     max_over_ranks: MaxOverRanks,
     cancelled: Callable[[], bool],
-    turns: Turns,
+    partner: Partner,
 ) -> Rollout:
-    """Play the episodes that begin with the prompts of `starts`, a prompt for each seed, with
+    """Play the dialogues that begin with the prompts of `starts`, a prompt for each seed, with
     limits of all tokens after the prompt. Collective if forward passes are."""
-    episodes = _new_episodes(starts)
-    acting = list(range(len(episodes)))
+    dialogues = _new_dialogues(starts)
+    acting = list(range(len(dialogues)))
     while max_over_ranks(int(len(acting) > 0 and not cancelled())):
         if not acting:  # make the passes of the other ranks
-            sample(_next_actions(episodes, [0], starts.seeds, limits=[1]))
+            sample(_next_actions(dialogues, [0], starts.seeds, limits=[1]))
             continue
-        limits = [episodes[row].limit - episodes[row].length for row in acting]
-        actions = sample(_next_actions(episodes, acting, starts.seeds, limits))
+        limits = [dialogues[row].limit - dialogues[row].length for row in acting]
+        actions = sample(_next_actions(dialogues, acting, starts.seeds, limits))
         if cancelled():
             continue
         asked = []
         for index, row in enumerate(acting):
-            episode = episodes[row]
+            dialogue = dialogues[row]
             mask = actions.response_mask[index]
             ids = actions.response_ids[index][mask]
-            episode.act(ids, actions.rollout_logprobs[index][mask])
-            episode.finish_reason = int(actions.finish_reason[index])
-            if episode.finish_reason == FinishReason.LENGTH:
-                turns.cut(row, episode.length - 1)
+            dialogue.act(ids, actions.rollout_logprobs[index][mask])
+            dialogue.finish_reason = int(actions.finish_reason[index])
+            if dialogue.finish_reason == FinishReason.LENGTH:
+                partner.cut(row, dialogue.length - 1)
             else:
-                turns.end_turn(row, ids.tolist(), episode.length - 1)
+                partner.end_turn(row, ids.tolist(), dialogue.length - 1)
                 asked.append(row)
-        acting = _observe(episodes, asked, cancelled, turns)
-    return _rollout_of(episodes, starts.prompts)
+        acting = _observe(dialogues, asked, cancelled, partner)
+    return _rollout_of(dialogues, starts.prompts)
 
 
-def _new_episodes(starts: RolloutRequest) -> list[Episode]:
-    """The episodes before their first actions."""
+def _new_dialogues(starts: RolloutRequest) -> list[Dialogue]:
+    """The dialogues before their first actions."""
     assert starts.limits is not None
-    episodes = []
+    dialogues = []
     for ids, mask, limit in zip(
         starts.prompts.prompt_ids,
         starts.prompts.prompt_mask,
@@ -92,18 +92,18 @@ def _new_episodes(starts: RolloutRequest) -> list[Episode]:
         strict=True,
     ):
         nothing = ids.new_empty(0)
-        episodes.append(Episode(ids[mask], nothing.bool(), nothing.float(), limit))
-    return episodes
+        dialogues.append(Dialogue(ids[mask], nothing.bool(), nothing.float(), limit))
+    return dialogues
 
 
 def _next_actions(
-    episodes: list[Episode], rows: list[int], seeds: Tensor, limits: list[int]
+    dialogues: list[Dialogue], rows: list[int], seeds: Tensor, limits: list[int]
 ) -> RolloutRequest:
-    """The next actions of the episodes in some rows, of at most `limits` tokens each. `seeds`: of
-    all episodes."""
-    drawn = [int(episodes[row].mask.sum()) for row in rows]
+    """The next actions of the dialogues in some rows, of at most `limits` tokens each. `seeds`: of
+    all dialogues."""
+    drawn = [int(dialogues[row].mask.sum()) for row in rows]
     return RolloutRequest(
-        left_padded([episodes[row].history for row in rows]),
+        left_padded([dialogues[row].history for row in rows]),
         seeds[rows],
         torch.tensor(limits, device=seeds.device),
         torch.tensor(drawn, device=seeds.device),
@@ -111,40 +111,44 @@ def _next_actions(
 
 
 def _observe(
-    episodes: list[Episode], asked: list[int], cancelled: Callable[[], bool], turns: Turns
+    dialogues: list[Dialogue], asked: list[int], cancelled: Callable[[], bool], partner: Partner
 ) -> list[int]:
-    """Wait for the environments of the episodes in rows `asked`, which is emptied. Returns the rows
+    """Wait for replies to the dialogues in rows `asked`, which is emptied. Returns the rows
     that go on with another action, in the order of their observations."""
     acting = []
     while asked and not cancelled():
-        for row, observation in turns.observed(True):
+        for row, observation in partner.observed(True):
             asked.remove(row)
-            episode = episodes[row]
-            if observation and episode.length + len(observation) < episode.limit:
-                episode.observe(observation)
+            dialogue = dialogues[row]
+            if observation and dialogue.length + len(observation) < dialogue.limit:
+                dialogue.observe(observation)
                 acting.append(row)
             elif observation:
-                episode.finish_reason = FinishReason.LENGTH
-                turns.stop(row)
+                dialogue.finish_reason = FinishReason.LENGTH
+                partner.stop(row)
     return acting
 
 
-def _rollout_of(episodes: list[Episode], prompts: PromptBatch) -> Rollout:
-    """The episodes as a rollout, padded to the longest."""
+def _rollout_of(dialogues: list[Dialogue], prompts: PromptBatch) -> Rollout:
+    """The dialogues as a rollout, padded to the longest."""
     device = prompts.prompt_ids.device
-    mask = pad_sequence([episode.mask for episode in episodes], batch_first=True)
-    responses = [episode.history[len(episode.history) - episode.length :] for episode in episodes]
-    lengths = torch.tensor([episode.length for episode in episodes], device=device)
+    mask = pad_sequence([dialogue.mask for dialogue in dialogues], batch_first=True)
+    responses = [
+        dialogue.history[len(dialogue.history) - dialogue.length :] for dialogue in dialogues
+    ]
+    lengths = torch.tensor([dialogue.length for dialogue in dialogues], device=device)
     episode_lengths = None
     if bool((lengths != mask.sum(dim=1)).any()):  # some observed something
         episode_lengths = lengths
-    reasons = [episode.finish_reason for episode in episodes]
+    reasons = [dialogue.finish_reason for dialogue in dialogues]
     return Rollout(
         prompt_ids=prompts.prompt_ids,
         prompt_mask=prompts.prompt_mask,
         response_ids=pad_sequence(responses, batch_first=True),
         response_mask=mask,
-        rollout_logprobs=pad_sequence([episode.logprobs for episode in episodes], batch_first=True),
+        rollout_logprobs=pad_sequence(
+            [dialogue.logprobs for dialogue in dialogues], batch_first=True
+        ),
         finish_reason=torch.tensor(reasons, dtype=torch.int8, device=device),
         episode_lengths=episode_lengths,
     )

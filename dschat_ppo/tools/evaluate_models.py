@@ -53,7 +53,7 @@ from dschat_ppo.rewards.build_rewards import (
 )
 from dschat_ppo.rewards.learned_reward import model_reward
 from dschat_ppo.rewards.reward_source import RewardMixture
-from dschat_ppo.rollout.continuous_batching import Turns
+from dschat_ppo.rollout.continuous_batching import Partner
 from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
 from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.sampling import StoppingCriteria
@@ -251,7 +251,7 @@ def _generation_configs(
         sampled = choose_engine(
             model,
             GenerationConfig(request.settings.sampling, stopping, request.args.samples),
-            has_turns=any_observes(extensions),
+            has_partner=any_observes(extensions),
         )
     except RuntimeError as problem:
         raise UserError(f"{checked.flag} {checked.name}: {in_one_line(problem)}") from None
@@ -325,10 +325,10 @@ def _rollouts_of(
         seeds: Tensor,
         config: GenerationConfig,
         cancelled: Callable[[], bool],
-        turns: Turns | None = None,
+        partner: Partner | None = None,
     ) -> Rollout:
         request = RolloutRequest(to_device(batch, device), seeds.to(device))
-        return generate(model, request, config, cancelled=cancelled, turns=turns)
+        return generate(model, request, config, cancelled=cancelled, partner=partner)
 
     sample = own_rollouts(generate_rows, filler_id(checked.tokenizer))
     return extended(sample, generate_rows, extensions)

@@ -25,7 +25,7 @@ def run(  # noqa: PLR0913
     limits=None,
     max_over_ranks=None,
     graphs=None,
-    turns=None,
+    partner=None,
     **how,
 ) -> Rollout:
     """A rollout of `prompts`, or of random ones of these lengths, by `model`, or the shared model
@@ -36,7 +36,7 @@ def run(  # noqa: PLR0913
     seeds = torch.arange(len(prompts.prompt_ids) * config.samples) if seeds is None else seeds
     model = model_of(model) if isinstance(model, str) else model
     request = RolloutRequest(prompts, seeds, limits)
-    return generate(model, request, config, max_over_ranks, graphs=graphs, turns=turns)
+    return generate(model, request, config, max_over_ranks, graphs=graphs, partner=partner)
 
 
 def assert_same(found: Rollout, expected: Rollout, atol: float = 2e-5) -> None:

@@ -249,7 +249,7 @@ class Counting:
 def episodes(**how):
     turns = Counting()
     stopping = StoppingCriteria(30, eos_ids=tuple(range(3, 48, 5)))
-    return run(rows=8, samples=3, stopping=stopping, turns=turns, **how), sorted(
+    return run(rows=8, samples=3, stopping=stopping, partner=turns, **how), sorted(
         map(str, turns.calls)
     )
 
@@ -332,7 +332,7 @@ def test_an_episode_without_a_row_is_waited_for_when_no_other_is_left(monkeypatc
     turns = Counting()
     turns.observed = lambda wait: [(turns.asked.pop()[0], [])] if wait and turns.asked else []
     fail_at(monkeypatch, "decode", lambda number: number == 20)
-    found = run(stopping=StoppingCriteria(30, eos_ids=(first,)), turns=turns, **greedy)
+    found = run(stopping=StoppingCriteria(30, eos_ids=(first,)), partner=turns, **greedy)
     assert found.response_lengths.tolist() == [1, 30] and len(warnings_of(caplog)) == 1
     assert turns.calls == [(0, 0, (first,)), (1, 29, "cut")]
     assert not turns.asked, "its environment was heard"

@@ -283,11 +283,11 @@ OF_EPISODES = [
     ("name", "wrong", "place", "mistake"), OF_EPISODES, ids=[f"{m[0]} {m[1]}" for m in OF_EPISODES]
 )
 def test_a_mistake_after_an_observation_is_found(name, wrong, place, mistake, monkeypatch):
-    assert choose_engine(model_of(name), HOW, has_turns=True) == HOW
+    assert choose_engine(model_of(name), HOW, has_partner=True) == HOW
     owner, attribute = place
     monkeypatch.setattr(owner, attribute, mistake(vars(owner)[attribute]))
-    assert choose_engine(model_of(name), HOW, has_turns=False) == HOW
-    assert choose_engine(model_of(name), HOW, has_turns=True) == replace(HOW, engine="padded")
+    assert choose_engine(model_of(name), HOW, has_partner=False) == HOW
+    assert choose_engine(model_of(name), HOW, has_partner=True) == replace(HOW, engine="padded")
 
 
 def test_the_check_does_not_change_torchs_random_state():

@@ -1,5 +1,5 @@
-"""Episodes in generation: the same tokens and log-probs as a loop that reads the whole history for
-every token, whatever the environments answer, in whatever order."""
+"""Dialogues in generation: the same tokens and log-probs as a loop that reads the whole history for
+every token, whatever the partner replies, in whatever order."""
 
 import random
 from functools import cache, partial
@@ -134,7 +134,7 @@ def test_tokens_and_log_probs_are_those_of_a_loop_over_whole_histories(name, way
         monkeypatch.setattr(continuous_batching, "CPU_POLL", continuous_batching.POLL)
     model, turns = model_of(name), Scripted(1)
     config = GenerationConfig(SAMPLING, StoppingCriteria(LIMIT, ENDS), SAMPLES, **WAYS[way])
-    found = generate(model, RolloutRequest(prompts_of(), SEEDS), config, turns=turns)
+    found = generate(model, RolloutRequest(prompts_of(), SEEDS), config, partner=turns)
     expected = by_hand(name)
     assert len({len(tokens) for tokens, _, _ in expected}) > 1 and any(
         not all(chosen) for _, chosen, _ in expected
@@ -194,14 +194,14 @@ def test_observations_are_one_pass_and_equal_decode_steps_however_they_are_divid
 
     monkeypatch.setattr(ContinuousBatching, "_extends", a_token_at_a_time(original))
     request = RolloutRequest(prompts_of(), SEEDS)
-    expected = generate(model_of("gemma3"), request, config, turns=Scripted(2))
+    expected = generate(model_of("gemma3"), request, config, partner=Scripted(2))
     monkeypatch.setattr(ContinuousBatching, "_extends", original)
     monkeypatch.setattr(
         ContinuousBatching, "_extend", lambda *args: passes.append(args[1:]) or extend(*args)
     )
     if pairs is not None:
         monkeypatch.setattr(continuous_batching, "MAX_EXTEND_PAIRS", pairs)
-    found = generate(model_of("gemma3"), request, config, turns=Noting(2))
+    found = generate(model_of("gemma3"), request, config, partner=Noting(2))
     assert_same(found, expected)
     counts = [
         count
@@ -239,7 +239,7 @@ def test_a_short_observation_at_the_last_position_of_the_model_may_come_with_a_l
         model,
         RolloutRequest(prompts_of((20, 32)), SEEDS[:2], limits=torch.tensor([14, 3])),
         GenerationConfig(SAMPLING, ends),
-        turns=turns,
+        partner=turns,
     )
     assert found.response_lengths.tolist() == [14, 3]
     expected = plain_logprobs(model, found, SAMPLING.temperature)[found.response_mask]
