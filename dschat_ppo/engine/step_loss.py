@@ -13,32 +13,44 @@ from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.types import Engine
 
 
+# (micro-batch, metrics to add to) -> its share of the loss of the step, a scalar with gradient
+MicroBatchLoss = Callable[[Any, MetricSums], Tensor]
+
+
 @dataclass(frozen=True)
 class StepLoss:
     """What an engine minimises in an optimizer step: the sum of the losses of its micro-batches."""
 
-    batches: Sequence[Any]  # micro-batches of this rank
-    # (micro-batch, metrics to add to) -> its share of the loss of the step, a scalar with
-    # gradient, by one forward pass
-    loss: Callable[[Any, MetricSums], Tensor]
+    batches: Sequence[Any]  # micro-batches of this rank, of one type
+    of_batch: MicroBatchLoss  # their loss, by one forward pass
     # (micro-batch) -> rows that count, (B,) bool, and do not only fill the micro-batch
     rows_of: Callable[[Any], Tensor]
     sums: MetricSums  # the metrics of the step
     metric_prefix: str = ""
     # numbers of the whole step that a replay of a micro-batch needs, by name
-    constants: dict[str, Any] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    # of terms: micro-batches of other types, which follow, and the loss of each type
+    further_batches: Sequence[Any] = ()
+    of_further_batch: Mapping[type, MicroBatchLoss] = field(default_factory=dict)
+
+    @property
+    def all_batches(self) -> list[Any]:
+        """All micro-batches of this rank, in their order."""
+        return [*self.batches, *self.further_batches]
 
     def __call__(self, batch: Any) -> Tensor:
         """The loss of a micro-batch; its metrics are added to those of the step."""
-        return self.loss(batch, self.sums)
+        of_batch = self.of_further_batch.get(type(batch), self.of_batch)
+        return of_batch(batch, self.sums)
 
 
 @dataclass(frozen=True)
 class StepTerm:
-    """A term of the loss of each optimizer step, which a feature adds."""
+    """A term of the loss of each optimizer step, which a feature adds: it needs all micro-batches
+    before the first of them is run, or has micro-batches of its own."""
 
     name: str
-    coef: float  # its weight
+    coef: float  # its weight, which `added_to` applies; for the log
     added_to: Callable[[StepLoss], StepLoss]  # collective; may run forward passes
 
 

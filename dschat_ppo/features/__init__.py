@@ -12,16 +12,14 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-# A term of an optimizer step that reads its mini-batch ("router") stands before one that adds
-# micro-batches ("ptx").
 FEATURES = (
     "averages",
     "distillation",
     "environments",
     "process_rewards",
+    "ptx",
     "router",
     "sequence_parallel",
-    "ptx",
 )
 
 

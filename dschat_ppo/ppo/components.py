@@ -227,7 +227,9 @@ class PPOComponents:
         values = RecordedTokens()
         objective = self.updates.critic_objective(minibatch, values)
         with self.clock.phase("train"), block("train critic"), self.clock.part("critic"):
-            gradients = accumulate(objective.engine, objective.loss.batches, objective.loss)
+            gradients = accumulate(
+                objective.engine, objective.step_loss.all_batches, objective.step_loss
+            )
         self.state.critic_pass = replace(objective, gradients=gradients)
         return replace(rows, values=values.gathered(rows))
 

@@ -1,4 +1,14 @@
-"""Terms of the actor's loss beside the policy loss: means of a loss of each response token."""
+"""Terms of the actor's loss beside the policy loss.
+
+The loss of the actor in an optimizer step is
+
+    mean(policy loss) - c_H mean(entropy) + c_KL mean(KL to the reference)
+        + the sum of c_i mean(token losses) over the terms of features
+        + the terms of the whole optimizer step (`engine/step_loss.py`),
+
+where a mean is taken over the response tokens of the step (`--loss_aggregation`). This module has
+the terms that are means of a loss of each token; `ActorLoss` adds them up. A run logs its sum.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +25,7 @@ from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.features import hooks
 from dschat_ppo.models.pass_observers import observed
-from dschat_ppo.models.wrapped_models import ResponseLogprobs, Teaching, response_logprobs
+from dschat_ppo.models.wrapped_models import Teaching, response_logprobs
 from dschat_ppo.types import Experience, MinimumLength, Model
 
 
@@ -25,14 +35,26 @@ def _nothing(rows: Experience) -> list[Teaching]:
 
 
 @dataclass(frozen=True)
+class ActorPass:
+    """What the actor's forward pass gives for a micro-batch, (b, R) fp32 each."""
+
+    logprobs: Tensor  # with gradient
+    # without gradient: of the policy before the updates; those of this pass in the only update of a
+    # PPO step
+    old_logprobs: Tensor
+    entropy: Tensor
+    divergences: Sequence[Tensor] = ()  # from the `distributions` of a term, with gradient
+
+
+@dataclass(frozen=True)
 class LossTerm:
     """A term of the actor's loss, averaged over the tokens of the optimizer step."""
 
     name: str  # as a run prints it
     coef: float  # its weight
     metric: str  # under which its mean is recorded
-    # (micro-batch, its log-probs, divergences from `distributions`) -> losses (b, R) with gradient
-    token_losses: Callable[[Experience, ResponseLogprobs, Sequence[Tensor]], Tensor]
+    # (micro-batch, what the pass gives for it) -> losses (b, R) with gradient
+    token_losses: Callable[[Experience, ActorPass], Tensor]
     # (micro-batch) -> distributions that the actor's forward pass is compared with, from which it
     # gives as many divergences
     distributions: Callable[[Experience], list[Teaching]] = _nothing
@@ -67,19 +89,19 @@ def kl_term(
     flags = config.algorithm
     name = f"KL ({flags.kl_loss_estimator})"
     if not flags.full_kl_loss:
-        return LossTerm(name, flags.kl_loss_coef, "policy/kl_loss", _sampled_kl(flags))
+        return LossTerm(name, flags.kl_loss_coef, "policy/kl_loss", sampled_kl(flags))
     return full_kl_term(
         frozen("reference"), flags.kl_loss_coef, config.ppo.temperature, minimum_length, name
     )
 
 
-def _sampled_kl(flags: AlgorithmFlags) -> Callable[..., Tensor]:
+def sampled_kl(flags: AlgorithmFlags) -> Callable[[Experience, ActorPass], Tensor]:
     """The estimate of the KL from the sampled tokens."""
 
-    def token_losses(rows: Experience, current: ResponseLogprobs, divergences: Any) -> Tensor:
+    def token_losses(rows: Experience, actor: ActorPass) -> Tensor:
         assert rows.ref_logprobs is not None
         return kl_loss(
-            current.logprobs,
+            actor.logprobs,
             rows.ref_logprobs,
             flags.kl_loss_estimator,
             flags.kl_straight_through,
@@ -107,9 +129,7 @@ def full_kl_term(
         assert outputs.layer is not None
         return [Teaching(outputs.layer, Divergence("reverse_kl"))]
 
-    def token_losses(
-        rows: Experience, current: ResponseLogprobs, divergences: Sequence[Tensor]
-    ) -> Tensor:
-        return divergences[0]
+    def token_losses(rows: Experience, actor: ActorPass) -> Tensor:
+        return actor.divergences[0]
 
     return LossTerm(name, coef, "policy/kl_loss", token_losses, distributions)

@@ -29,7 +29,7 @@ from dschat_ppo.common.own_functions import function_named
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.models.wrapped_models import response_logprobs, response_values
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.ppo.loss_terms import LossTerm
+from dschat_ppo.ppo.loss_terms import ActorPass, LossTerm
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.types import Experience, MinimumLength, Model, RewardedRollout, Rollout
 
@@ -74,7 +74,8 @@ LARGEST_LOG_RATIO = "policy/counted_log_ratio_abs_max"
 
 @dataclass(eq=False)
 class ActorLoss:
-    """The loss of the actor: `policy - c_1 entropy + c_2 term_2 + ...`."""
+    """The part of the actor's loss that is averaged over tokens: the policy loss, minus the entropy
+    bonus, plus the terms of `loss_terms.py`, where the whole sum is written down."""
 
     actor: Model
     flags: AlgorithmFlags
@@ -162,8 +163,13 @@ class ActorLoss:
             loss = loss - entropy_coef * mean_over_step(current.entropy)
         divergences = iter(current.divergences)
         for term, distributions_of_term in zip(self.terms, distributions, strict=True):
-            divergences_of_term = [next(divergences) for _ in distributions_of_term]
-            mean = mean_over_step(term.token_losses(rows, current, divergences_of_term))
+            actor_pass = ActorPass(
+                logprobs=current.logprobs,
+                old_logprobs=old_logprobs,
+                entropy=current.entropy,
+                divergences=[next(divergences) for _ in distributions_of_term],
+            )
+            mean = mean_over_step(term.token_losses(rows, actor_pass))
             sums.add_sum(term.metric, mean, count)
             loss = loss + term.coef * mean
         return loss

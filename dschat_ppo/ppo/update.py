@@ -42,7 +42,7 @@ class EngineObjective:
 
     role: str  # "actor" or "critic"
     engine: Engine
-    loss: StepLoss  # over the micro-batches of this rank
+    step_loss: StepLoss
     # log-probs or values of the pass, where scoring has computed none
     recorded: RecordedTokens | None = None
     gradients: Gradients[Any] | None = None  # of a pass that is already made
@@ -74,28 +74,30 @@ class PPOUpdate:
     def __post_init__(self) -> None:
         """Build the loss of the actor."""
         actor = self.engines.actor
-        terms = loss_terms(self.config, self.engines.frozen, self.minimum_length)
+        token_terms = loss_terms(self.config, self.engines.frozen, self.minimum_length)
         self.actor_loss = ActorLoss(
             actor=actor,
             flags=self.config.algorithm,
             temperature=self.config.ppo.temperature,
             minimum_length=self.minimum_length,
-            terms=terms,
+            terms=token_terms,
             has_policy_loss=self.config.has_policy_loss,
         )
         # of the actor's loss over a whole optimizer step
-        self.terms = step_terms(self.config, actor, self.further_batches)
+        self.step_terms = step_terms(self.config, actor, self.further_batches)
 
     def actor_sum(self) -> str:
         """The loss of the actor as the sum of its terms, for the log."""
         summands = []
         if self.config.has_policy_loss:
             summands.append(self.config.algorithm.policy_loss)
-        if self.entropy_coef.value > 0:
+        if isinstance(self.entropy_coef, AdaptiveEntropy):
+            summands.append("- c entropy (c adapts to --entropy_target)")
+        elif self.entropy_coef.value > 0:
             summands.append(f"- {self.entropy_coef.value:g} entropy")
         for loss_term in self.actor_loss.terms:
             summands.append(f"+ {loss_term.coef:g} {loss_term.name}")
-        for step_term in self.terms:
+        for step_term in self.step_terms:
             summands.append(f"+ {step_term.coef:g} {step_term.name}")
         return " ".join(summands).removeprefix("+ ")
 
@@ -107,7 +109,7 @@ class PPOUpdate:
         if minibatch.micro_batches[0].old_logprobs is None:
             recorded = RecordedTokens()
 
-        def policy_loss(rows: Experience, sums: MetricSums) -> Tensor:
+        def of_rows(rows: Experience, sums: MetricSums) -> Tensor:
             return self.actor_loss(rows, minibatch, entropy_coef, sums, recorded)
 
         constants = _constants(minibatch)
@@ -115,17 +117,17 @@ class PPOUpdate:
         constants["minimum_length"] = None
         if self.minimum_length is not None:
             constants["minimum_length"] = (self.minimum_length.ids, self.minimum_length.minimum)
-        loss = StepLoss(
+        step_loss = StepLoss(
             batches=minibatch.micro_batches,
-            loss=policy_loss,
+            of_batch=of_rows,
             rows_of=_rows_with_response,
             sums=MetricSums(),
             metric_prefix="policy/",
             constants=constants,
         )
         with self.clock.phase("train"):
-            loss = with_terms(loss, self.terms)
-        return EngineObjective("actor", self.engines.actor, loss, recorded)
+            step_loss = with_terms(step_loss, self.step_terms)
+        return EngineObjective("actor", self.engines.actor, step_loss, recorded)
 
     def critic_objective(
         self,
@@ -138,17 +140,17 @@ class PPOUpdate:
         flags = self.config.algorithm
         assert critic is not None
 
-        def value_loss(rows: RewardedRollout, sums: MetricSums) -> Tensor:
+        def of_rows(rows: RewardedRollout, sums: MetricSums) -> Tensor:
             return critic_loss(critic, rows, minibatch, flags, sums, recorded)
 
-        loss = StepLoss(
+        step_loss = StepLoss(
             batches=minibatch.micro_batches,
-            loss=value_loss,
+            of_batch=of_rows,
             rows_of=_rows_with_response,
             sums=MetricSums(),
             constants=_constants(minibatch),
         )
-        return EngineObjective("critic", critic, loss, recorded)
+        return EngineObjective("critic", critic, step_loss, recorded)
 
     def minimise(self, objectives: Sequence[EngineObjective], step: int) -> Outcome:
         """Forward, backward and one update of each engine of the `objectives`, of which that of the
@@ -175,7 +177,7 @@ class PPOUpdate:
                     logprobs = objective.recorded
                     refused = "--max_log_ratio: the update is not applied"
                     if _is_above(
-                        flags.max_log_ratio, LARGEST_LOG_RATIO, objective.loss.sums, refused
+                        flags.max_log_ratio, LARGEST_LOG_RATIO, objective.step_loss.sums, refused
                     ):
                         apply(gradients, refused=True)
                         for _, waiting_gradients in waiting:
@@ -192,7 +194,7 @@ class PPOUpdate:
             ends_step = False
             if "actor" in outcome.grad_norms:
                 consequence = "--target_kl: it was the PPO step's last update"
-                actor_sums = objectives[0].loss.sums
+                actor_sums = objectives[0].step_loss.sums
                 ends_step = _is_above(flags.target_kl, KL_OF_UPDATE, actor_sums, consequence)
         return Outcome(outcome.grad_norms, outcome.sums, ends_step, logprobs)
 
@@ -201,7 +203,9 @@ class PPOUpdate:
         if objective.gradients is not None:
             return objective.gradients
         with block(f"train {objective.role}"), self.clock.part(objective.role):
-            return accumulate(objective.engine, objective.loss.batches, objective.loss)
+            return accumulate(
+                objective.engine, objective.step_loss.all_batches, objective.step_loss
+            )
 
     def _update_together(
         self,
@@ -225,12 +229,12 @@ class PPOUpdate:
             step,
             result,
             objective.engine,
-            objective.loss.batches,
-            objective.loss.constants,
+            objective.step_loss.all_batches,
+            objective.step_loss.constants,
         )
         if result.applied:
             outcome.grad_norms[objective.role] = result.grad_norm
-            outcome.sums.append(objective.loss.sums)
+            outcome.sums.append(objective.step_loss.sums)
 
 
 def _rows_with_response(rows: RewardedRollout) -> Tensor:

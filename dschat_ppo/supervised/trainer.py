@@ -308,7 +308,7 @@ class SupervisedTrainer(Generic[Batch]):
 
         step_loss = StepLoss(batches, loss, self.objective.real_rows, sums)
         step_loss = with_terms(step_loss, self.terms)
-        result = apply(accumulate(self.engine, step_loss.batches, step_loss))
+        result = apply(accumulate(self.engine, step_loss.all_batches, step_loss))
         self.nonfinite.handle("model", self.steps + 1, result, self.engine, batches, constants)
         return result, sums
 

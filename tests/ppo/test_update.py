@@ -24,7 +24,7 @@ from dschat_ppo.models.wrapped_models import PolicyModel, ResponseLogprobs
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite import NonFinitePolicy
 from dschat_ppo.ppo import token_losses, update
-from dschat_ppo.ppo.loss_terms import LossTerm, _sampled_kl, full_kl_term
+from dschat_ppo.ppo.loss_terms import LossTerm, sampled_kl, full_kl_term
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.token_losses import ActorLoss, RecordedTokens, critic_loss
 from dschat_ppo.ppo.update import PPOUpdate
@@ -84,18 +84,18 @@ def loss_of(monkeypatch):
                 "KL",
                 flags.kl_loss_coef,
                 "policy/kl_loss",
-                lambda rows, current, divergences: divergences[0],
+                lambda rows, actor: actor.divergences[0],
                 lambda rows: ["reference"],
             )
             terms.append(reference)
         elif flags.kl_loss_coef > 0:
-            terms.append(LossTerm("KL", flags.kl_loss_coef, "policy/kl_loss", _sampled_kl(flags)))
+            terms.append(LossTerm("KL", flags.kl_loss_coef, "policy/kl_loss", sampled_kl(flags)))
         if teachers:
             taught = LossTerm(
                 "reverse_kl",
                 distill_coef,
                 "distill/divergence",
-                lambda rows, current, divergences: sum(divergences),
+                lambda rows, actor: sum(actor.divergences),
                 lambda rows: teachers,
             )
             terms.append(taught)

@@ -32,16 +32,14 @@ def term_of(
     def added_to(step_loss: StepLoss) -> StepLoss:
         text_batches, text_tokens = texts.take()
 
-        def loss(batch: Any, sums: MetricSums) -> Tensor:
-            if isinstance(batch, SFTBatch):
-                return coef * ptx_loss(engine, batch, text_tokens, sums)
-            return step_loss.loss(batch, sums)
+        def of_texts(batch: SFTBatch, sums: MetricSums) -> Tensor:
+            return coef * ptx_loss(engine, batch, text_tokens, sums)
 
         return replace(
             step_loss,
-            batches=[*step_loss.batches, *text_batches],
-            loss=loss,
-            constants=step_loss.constants | {TOKENS: text_tokens},
+            constants={**step_loss.constants, TOKENS: text_tokens},
+            further_batches=[*step_loss.further_batches, *text_batches],
+            of_further_batch={**step_loss.of_further_batch, SFTBatch: of_texts},
         )
 
     return StepTerm("ptx", coef, added_to)

@@ -61,14 +61,14 @@ class RouterTerm:
         chosen = totals[:-1]
         count = totals[-1].clamp_min(1)
 
-        def loss(batch: Any, sums: MetricSums) -> Tensor:
-            loss_of_batch, load = self._loss_and_load(step_loss, batch, sums)
+        def of_batch(batch: Any, sums: MetricSums) -> Tensor:
+            loss, load = self._loss_and_load(step_loss, batch, sums)
             router_loss = load_balancing_loss(load.probability, chosen, count)
             metric = f"{step_loss.metric_prefix}router_loss"
             sums.add_sum(metric, router_loss, load.count / count)
-            return loss_of_batch + self.coef * router_loss
+            return loss + self.coef * router_loss
 
-        return replace(step_loss, loss=loss)
+        return replace(step_loss, of_batch=of_batch)
 
     def _loss_and_load(
         self, step_loss: StepLoss, batch: Any, sums: MetricSums
@@ -76,6 +76,6 @@ class RouterTerm:
         """The loss of a micro-batch without the term, and the load of its forward pass."""
         recorder = RouterRecorder(step_loss.rows_of(batch), self.top_k)
         with observed(recorder):
-            loss = step_loss.loss(batch, sums)
+            loss = step_loss.of_batch(batch, sums)
         [load] = recorder.loads
         return loss, load

@@ -31,8 +31,8 @@ def test_texts_follow_the_micro_batches_of_a_step_and_are_divided_by_all_their_t
     assert (term.name, term.coef) == ("ptx", 0.5)
     before = StepLoss(["rows"], lambda batch, sums: batch, None, MetricSums(), constants={"a": 1})
     step_loss = term.added_to(before)
-    assert step_loss.batches == ["rows", TEXT]
-    assert [step_loss(batch) for batch in step_loss.batches] == ["rows", 0.5 * (8 + 9) / 6]
+    assert step_loss.all_batches == ["rows", TEXT]
+    assert [step_loss(batch) for batch in step_loss.all_batches] == ["rows", 0.5 * (8 + 9) / 6]
     assert step_loss.sums.reduce() == {"policy/ptx_loss": 8.5}
     assert step_loss.constants == {"a": 1, "text_tokens": 6}
     losses = losses_of_batches(CONFIG, actor, step_loss.constants, MetricSums())
