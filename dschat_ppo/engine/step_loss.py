@@ -12,7 +12,6 @@ from dschat_ppo.features import hooks
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.types import Engine
 
-
 # (micro-batch, metrics to add to) -> its share of the loss of the step, a scalar with gradient
 MicroBatchLoss = Callable[[Any, MetricSums], Tensor]
 

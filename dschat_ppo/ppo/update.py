@@ -230,7 +230,7 @@ class PPOUpdate:
             result,
             objective.engine,
             objective.step_loss.all_batches,
-            objective.step_loss.constants,
+            dict(objective.step_loss.constants),
         )
         if result.applied:
             outcome.grad_norms[objective.role] = result.grad_norm

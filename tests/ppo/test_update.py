@@ -24,7 +24,7 @@ from dschat_ppo.models.wrapped_models import PolicyModel, ResponseLogprobs
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite import NonFinitePolicy
 from dschat_ppo.ppo import token_losses, update
-from dschat_ppo.ppo.loss_terms import LossTerm, sampled_kl, full_kl_term
+from dschat_ppo.ppo.loss_terms import LossTerm, full_kl_term, sampled_kl
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.token_losses import ActorLoss, RecordedTokens, critic_loss
 from dschat_ppo.ppo.update import PPOUpdate
@@ -378,14 +378,16 @@ def one_step(monkeypatch, words="", actor=GOOD, critic=GOOD, policy=None, log_ra
 def with_a_text(step_loss):
     """A term of an optimizer step that adds a micro-batch, "text"."""
 
-    def loss(batch, sums):
-        if batch != "text":
-            return step_loss.loss(batch, sums)
+    def of_text(batch, sums):
         sums.add_mean("text/seen", torch.tensor([1.0]))
         return 3.0
 
-    constants = step_loss.constants | {"text_tokens": 6.0}
-    return replace(step_loss, batches=[*step_loss.batches, "text"], loss=loss, constants=constants)
+    return replace(
+        step_loss,
+        further_batches=["text"],
+        of_further_batch={str: of_text},
+        constants=step_loss.constants | {"text_tokens": 6.0},
+    )
 
 
 def test_each_engine_sees_its_micro_batches_and_constants(monkeypatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,8 +10,7 @@ from torch import Tensor
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.features.distillation.flags import DistillationFlags
 from dschat_ppo.features.distillation.teachers import Teachers, teachers_of
-from dschat_ppo.models.wrapped_models import ResponseLogprobs
-from dschat_ppo.ppo.loss_terms import LossTerm
+from dschat_ppo.ppo.loss_terms import ActorPass, LossTerm
 from dschat_ppo.types import Experience, MinimumLength, Model
 
 
@@ -29,10 +28,8 @@ def term_of(
 def divergence_term(teachers: Teachers, coef: float) -> LossTerm:
     """The sum of the divergences from the teachers, of which each teaches its own rows."""
 
-    def token_losses(
-        rows: Experience, current: ResponseLogprobs, divergences: Sequence[Tensor]
-    ) -> Tensor:
-        return torch.stack([*divergences]).sum(dim=0)
+    def token_losses(rows: Experience, actor: ActorPass) -> Tensor:
+        return torch.stack([*actor.divergences]).sum(dim=0)
 
     name = teachers.divergence.kind
     return LossTerm(name, coef, "distill/divergence", token_losses, teachers.teachings)
