@@ -3,10 +3,8 @@ losses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from dschat_ppo.config.data_flags import Use
 from dschat_ppo.features import hooks
@@ -29,10 +27,6 @@ _WITH_REFERENCE = (
 _WITHOUT_REFERENCE = "trains the policy itself on pairs of answers, without a reference"
 
 
-def _no_settings(config: Any) -> None:
-    """The settings of a use of the data that has none."""
-
-
 @dataclass(frozen=True)
 class ObjectiveKind:
     """One objective.
@@ -42,7 +36,6 @@ class ObjectiveKind:
         aim: What it trains, the end of a sentence in the log.
         eval_metrics: Names of the metrics of an evaluation.
         use: What the step reads from the data.
-        use_settings: The configuration -> settings of that use (`StepData.use_settings`).
         trains_classifier: Whether the trained model has a scalar head; else it is the policy
             itself.
     """
@@ -51,7 +44,6 @@ class ObjectiveKind:
     aim: str
     eval_metrics: tuple[str, ...]
     use: Use = "preference"
-    use_settings: Callable[[Any], Any] = _no_settings
     trains_classifier: bool = False
 
 

@@ -130,8 +130,7 @@ class PreferenceConfig(FitConfig):
 
     @property
     def data_of_step(self) -> StepData:
-        kind = self.reward.kind
-        return replace(super().data_of_step, use=kind.use, use_settings=kind.use_settings(self))
+        return replace(super().data_of_step, use=self.reward.objective_kind.use)
 
 
 class DPOConfig(PreferenceConfig):

@@ -310,21 +310,21 @@ class PreferenceFlags:
         return self.nll_coef
 
     @property
-    def kind(self) -> ObjectiveKind:
+    def objective_kind(self) -> ObjectiveKind:
         """What else is known of the objective."""
         return objective_kinds()[self.objective]
 
     @property
     def trains_classifier(self) -> bool:
         """Whether the trained model has a scalar head; else it is the policy itself."""
-        return self.kind.trains_classifier
+        return self.objective_kind.trains_classifier
 
     @property
     def eval_metrics(self) -> tuple[str, ...]:
         """Names of the metrics of an evaluation."""
         if self.center_rewards_coef:
-            return (*self.kind.eval_metrics, "centering_loss")
-        return self.kind.eval_metrics
+            return (*self.objective_kind.eval_metrics, "centering_loss")
+        return self.objective_kind.eval_metrics
 
     @property
     def has_reference(self) -> bool:

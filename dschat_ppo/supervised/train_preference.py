@@ -73,7 +73,7 @@ def load_trained_model(
 def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
     """Run step 2; returns the contents of `result.json`."""
     name = config.reward.objective
-    kind = config.reward.kind
+    kind = config.reward.objective_kind
     run = begin_supervised_run(config, kind.title, f"step 2: --objective {name} {kind.aim}")
     if name != "reward" and any(run.rows.at_hand["margin"]):
         logger().info(f"data: --objective {name} does not use the column `margin`")

@@ -3,14 +3,6 @@
 from __future__ import annotations
 
 from dschat_ppo.config.objective_kinds import ObjectiveKind
-from dschat_ppo.config.step_config import StepConfig
-from dschat_ppo.features.process_rewards.flags import StepFlags
-
-
-def separator_of(config: StepConfig) -> str:
-    """The text between two steps of an answer, by which the rows of step 2 are made."""
-    return config.of(StepFlags).separator
-
 
 OBJECTIVE_KINDS = {
     "process": ObjectiveKind(
@@ -18,7 +10,6 @@ OBJECTIVE_KINDS = {
         "trains a reward model on labels of the steps of answers",
         ("loss", "accuracy", "accuracy_good", "accuracy_bad", "good_share"),
         use="steps",
-        use_settings=separator_of,
         trains_classifier=True,
     )
 }
