@@ -271,7 +271,7 @@ def held_bytes(engines: Iterable[Any], originals: Iterable[Tensor] = ()) -> int:
     `originals`: weights outside the rollout. It may hold them beside merged ones, which replace
     them in the model.
     """
-    from dschat_ppo.engine.sleep import gradient_buffers, training_states, weights_of
+    from dschat_ppo.features.sleep.sleep import gradient_buffers, training_states, weights_of
 
     on_device: dict[int, int] = {}
 

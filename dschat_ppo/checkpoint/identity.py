@@ -100,7 +100,6 @@ HARMLESS = frozenset(
         "rollout_rows",
         "rollout_engine",
         "unpin_actor_parameters",
-        "sleep_in_rollout",
         "inference_tp_size",
         "tp_gather_partition_size",
         "deterministic",

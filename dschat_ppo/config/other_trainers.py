@@ -106,9 +106,6 @@ THEIR_NAMES = {
     "offload_optimizer": "adam_offload",
     "zero_hpz_partition_size": "zpg",
     "inference_tp_size": "vllm_tensor_parallel_size",
-    "sleep_in_rollout": (
-        "vllm_enable_sleep_mode vllm_enable_sleep deepspeed_enable_sleep ds_enable_sleep"
-    ),
     "gradient_checkpointing": "gradient_checkpointing_enable",
     "deterministic": "full_determinism full_determinism_enable",
     "dtype": "param_dtype",

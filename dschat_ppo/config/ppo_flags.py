@@ -253,12 +253,6 @@ class PPOLoraFlags:
 class PPOMemoryFlags:
     """Memory of step 3."""
 
-    sleep_in_rollout: bool = flag(
-        False,
-        "while generating, move to host memory what generation does not need: optimizer states,"
-        " fp32 weights and gradient buffers of actor and critic, and the weights of critic,"
-        " reference and reward model",
-    )
     inference_tp_size: int = positive(
         1,
         "number of ranks that generate together, each with a part of every decoder layer (tensor"

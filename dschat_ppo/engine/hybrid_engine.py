@@ -6,24 +6,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from itertools import chain
+from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.engine.build_engine import whole_weights
-from dschat_ppo.engine.sleep import (
-    HostMemory,
-    asleep,
-    gradient_buffers,
-    training_states,
-    weights_of,
-)
 from dschat_ppo.engine.tensor_parallel import TensorParallel, is_missing, sharded_layers
 from dschat_ppo.errors import UserError, attempt
 from dschat_ppo.models.backbone import of_any_rank, unfit
@@ -32,8 +25,23 @@ from dschat_ppo.types import Engine
 
 # (model, weights that need not be restored) -> a context in which adapters are merged
 Merge = Callable[[PreTrainedModel, Collection[nn.Parameter]], AbstractContextManager[Any]]
+# () -> a context that surrounds generation
+Around = Callable[[], AbstractContextManager[Any]]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class GenerationChange:
+    """What a feature changes while the actor generates.
+
+    Attributes:
+        around: a context that surrounds generation; it is entered before weights are gathered.
+        originals_on_host: the originals of weights with merged adapters wait in host memory.
+    """
+
+    around: Around | None = None
+    originals_on_host: bool = False
 
 
 class HybridEngine:
@@ -53,8 +61,7 @@ class HybridEngine:
         merge: merges adapters into the whole weights, and restores these on exit. It gets the
             model, and those weights that are dropped after the exit and need not be restored.
             Requires `pinned`.
-        sleeping: engines whose training states, and weights that the actor does not use, move to
-            host memory.
+        around: contexts that surround generation; they are entered before weights are gathered.
         parallel: divide the layers over the ranks of a group, which then generate together; forward
             passes are collective over the group. Requires `pinned`.
 
@@ -67,15 +74,13 @@ class HybridEngine:
         engine: Engine,
         pinned: bool = True,
         merge: Merge | None = None,
-        sleeping: Sequence[Engine] = (),
+        around: Sequence[Around] = (),
         parallel: TensorParallel | None = None,
     ):
         self.engine = engine
-        self.sleeping = sleeping
+        self.around = around
         self.parallel = parallel
         self._merge = merge
-        self._has_slept = False
-        self._host_memory: HostMemory = {}
         self._whole_weights = whole_weights(engine)
         is_partitioned = any(map(dist.is_partitioned, self.model.parameters()))
         self._gathers_by_layer = not pinned and is_partitioned and self._whole_weights is None
@@ -115,8 +120,8 @@ class HybridEngine:
         model = self.model
         was_training = model.training
         with ExitStack() as stack:
-            if self.sleeping:
-                stack.enter_context(self._asleep())
+            for around in self.around:
+                stack.enter_context(around())
             if self._whole_weights is not None:
                 self._whole_weights.gather()
             if self.parallel is not None:
@@ -138,25 +143,6 @@ class HybridEngine:
                 yield model
             finally:
                 model.train(was_training)
-
-    @contextmanager
-    def _asleep(self) -> Iterator[None]:
-        """The engines of `sleeping` in host memory. The first time, the log says how much that
-        moves."""
-        tensors: list[Tensor] = []
-        scratch: list[Tensor] = []
-        for engine in self.sleeping:
-            tensors += chain(training_states(engine), weights_of(engine))
-            scratch += gradient_buffers(engine)
-        awake = weights_of(self.engine)
-        with asleep(tensors, awake, scratch, self._host_memory) as moved_bytes:
-            if not self._has_slept:
-                logger().info(
-                    f"--sleep_in_rollout: rollouts move {moved_bytes / 2**30:.2f} GiB of this rank"
-                    " to host memory"
-                )
-                self._has_slept = True
-            yield
 
     def check_sharded_layers(self) -> None:
         """Require divided layers to give the log-probs of whole ones, up to rounding. Collective;

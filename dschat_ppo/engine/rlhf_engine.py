@@ -24,6 +24,7 @@ from dschat_ppo.engine.ds_config import Config, config_of_run, eval_config
 from dschat_ppo.engine.hybrid_engine import HybridEngine, Merge
 from dschat_ppo.engine.shared_base import classifier_over_base, model_over_base
 from dschat_ppo.engine.tensor_parallel import reason_not_to_shard, tensor_parallel
+from dschat_ppo.features import hooks
 from dschat_ppo.models.adapter_merging import adapters_merged
 from dschat_ppo.models.adapters import adapter_settings
 from dschat_ppo.models.kernel_selection import apply_memory_flags, select_kernels
@@ -92,7 +93,7 @@ class RLHFEngine:
         self.further = self._build_further()
         self.critic = self._build_critic(base)
         self.reward = self._build_reward(base)  # after the critic, whose kernels it may take
-        self.hybrid = self._build_hybrid()  # last: it lets the other engines sleep
+        self.hybrid = self._build_hybrid()  # last: features may move the other engines meanwhile
 
     def _load_actor(self) -> PreTrainedModel:
         """The actor's language model, with an adapter if LoRA is on."""
@@ -276,6 +277,13 @@ class RLHFEngine:
         config = self._config
         memory = config.ppo_memory
         lora_dim = config.lora.actor_lora_dim
+        # A feature offers `generation.generation_change(config, engines)`: a `GenerationChange`, or
+        # None.
+        changes = []
+        for generation_change in hooks("generation.generation_change"):
+            change = generation_change(config, self)
+            if change is not None:
+                changes.append(change)
         parallel = None
         gathers_by_layer = config.ppo.unpin_actor_parameters
         if memory.inference_tp_size > 1:
@@ -288,13 +296,17 @@ class RLHFEngine:
         merge: Merge | None = None
         are_whole = not gathers_by_layer or self._actor_stage != 3
         if lora_dim > 0 and are_whole:  # adapters merge into whole weights only
-            merge = partial(adapters_merged, originals_on_host=memory.sleep_in_rollout)
-        sleeping: list[Engine] = []
-        if memory.sleep_in_rollout:
-            further = self.further.values()
-            engines = [self.actor, self.reference, self.critic, self.reward, *further]
-            sleeping = [engine for engine in engines if engine is not None]
-        return HybridEngine(self.actor, not gathers_by_layer, merge, sleeping, parallel)
+            on_host = any(change.originals_on_host for change in changes)
+            merge = partial(adapters_merged, originals_on_host=on_host)
+        around = [change.around for change in changes if change.around is not None]
+        return HybridEngine(self.actor, not gathers_by_layer, merge, around, parallel)
+
+    @property
+    def all_engines(self) -> list[Engine]:
+        """The engines of all models."""
+        further = self.further.values()
+        engines = [self.actor, self.reference, self.critic, self.reward, *further]
+        return [engine for engine in engines if engine is not None]
 
     @property
     def trained(self) -> dict[str, Engine]:

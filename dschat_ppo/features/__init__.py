@@ -20,6 +20,7 @@ FEATURES = (
     "ptx",
     "router",
     "sequence_parallel",
+    "sleep",
 )
 
 

@@ -26,6 +26,8 @@ from dschat_ppo.rollout.cache_memory import (
     LOGITS_BYTES,
 )
 
+ROLLOUT = "rollout"  # the name of the phase of generation
+
 
 @dataclass
 class Phase:
@@ -53,25 +55,15 @@ class Phase:
 
 
 def steady_phase(name: str, config: StepConfig, roles: Sequence[Role]) -> Phase:
-    """What stays between two updates. What sleeps in a rollout (weights but the actor's, and
-    optimizer states) keeps its host memory."""
+    """What stays between two updates."""
     phase = Phase(name)
     for role in roles:
         for kind, size, on_host in steady_bytes(role):
             phase.add(role.name, kind, size, on_host)
-            is_copied = kind == "optimizer" or (kind == "weights" and role.name != "actor")
-            if sleeps(config, role) and is_copied and not on_host:
-                phase.add(role.name, kind, size, on_host=True)
     # A feature offers `memory.adjust(phase, config, roles)`, which changes what the phase holds.
     for adjust in hooks("memory.adjust"):
         adjust(phase, config, roles)
     return phase
-
-
-def sleeps(config: StepConfig, role: Role) -> bool:
-    """Whether `--sleep_in_rollout` moves what a rollout does not use to host memory, which it does
-    on a GPU."""
-    return isinstance(config, PPOConfig) and config.ppo_memory.sleep_in_rollout and role.on_gpu
 
 
 def update_phase(
@@ -188,13 +180,7 @@ def rollout_phase(
     ppo = config.ppo
     actor = roles[0]
     sizes = actor.sizes
-    phase = steady_phase("rollout", config, roles)
-    if sleeps(config, actor):  # on the device only the actor's weights stay
-        staying: dict[tuple[str, str, bool], int] = {}
-        for (role, kind, on_host), size in phase.held.items():
-            if on_host or (role, kind) == ("actor", "weights"):
-                staying[role, kind, on_host] = size
-        phase.held = staying
+    phase = steady_phase(ROLLOUT, config, roles)
     asked_shards = config.ppo_memory.inference_tp_size
     shards = 1  # of the layers, with tensor parallelism
     if asked_shards > 1 and reason_not_to_shard(actor_config, config.lora.actor_lora_dim) is None:

@@ -29,6 +29,7 @@ from dschat_ppo.config.flag_parser import flag_parser
 from dschat_ppo.config.run_flags import AUTO
 from dschat_ppo.config.step_config import StepConfig, flatten
 from dschat_ppo.errors import UserError, counted
+from dschat_ppo.features import hooks
 from dschat_ppo.tools import exit_code_of
 
 if TYPE_CHECKING:  # it needs torch
@@ -319,7 +320,8 @@ def _ladder(config: StepConfig, run_flags: FlagValues) -> list[FlagValues]:
     stage_3 = {name: max(3, run_flags[name]) for name in sorted(stage_flags)}
     rungs: list[FlagValues] = [stage_2, stage_3]
     if "actor" in config.models:
-        rungs.append({"sleep_in_rollout": True})
+        # flags of features with which a rollout takes less memory, as `flags.SMALLER_ROLLOUT`
+        rungs += hooks("flags.SMALLER_ROLLOUT")
     batch_size = run_flags[config.micro_batch]
     accumulation = run_flags["gradient_accumulation_steps"]
     while batch_size % 2 == 0:

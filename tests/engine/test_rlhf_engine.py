@@ -39,7 +39,7 @@ def test_actor_and_critic_train_and_reference_and_reward_do_not(plain):
     assert torch.equal(logprobs(plain.actor), logprobs(plain.reference)), "to the last bit"
     frozen = [*plain.reference.module.parameters(), *plain.reward.module.parameters()]
     assert not any(parameter.requires_grad for parameter in frozen)
-    assert plain.hybrid.model is plain.actor.module.lm and plain.hybrid.sleeping == []
+    assert plain.hybrid.model is plain.actor.module.lm and plain.hybrid.around == []
     assert plain.reward.module.layout == plain.critic.module.layout
     assert plain.reference.module.layout == plain.actor.module.layout, (
         "the same bits before any update"
@@ -57,15 +57,9 @@ def test_every_role_has_the_attention_of_the_flag(assets, plain):
     torch.testing.assert_close(logprobs(eager.actor), logprobs(plain.actor), rtol=0, atol=1e-5)
 
 
-def test_dropout_checkpointing_and_sleep_follow_their_flags(assets):
-    words = "--actor_gradient_checkpointing --critic_gradient_checkpointing --sleep_in_rollout"
+def test_dropout_and_checkpointing_follow_their_flags(assets):
+    words = "--actor_gradient_checkpointing --critic_gradient_checkpointing"
     engines = engines_of(assets, *words.split(), "--actor_dropout", "0.5")
-    assert engines.hybrid.sleeping == [
-        engines.actor,
-        engines.reference,
-        engines.critic,
-        engines.reward,
-    ]
     assert engines.actor.module.lm.is_gradient_checkpointing
     assert engines.critic.module.classifier.is_gradient_checkpointing
     assert not torch.equal(logprobs(engines.actor), logprobs(engines.actor)), (

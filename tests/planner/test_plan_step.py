@@ -6,6 +6,17 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from planned_runs import (
+    CHECKPOINTING,
+    HOST,
+    LLAMA_8B,
+    SMALL,
+    STAGE_3,
+    held,
+    plan_ppo,
+    ppo,
+    sft,
+)
 from transformers import LlamaConfig
 
 from dschat_ppo.config.cli import parse
@@ -13,50 +24,6 @@ from dschat_ppo.planner import plan_step as plan_module
 from dschat_ppo.planner.plan_step import GIB, HOST_PROCESS, plan_step, show_memory_plan
 from dschat_ppo.planner.role_memory import PARTS
 from dschat_ppo.tools.plan import flags_that_fit, memory_table
-
-LLAMA_8B = LlamaConfig(
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    max_position_embeddings=8192,
-)
-SMALL = LlamaConfig(
-    vocab_size=1000,
-    hidden_size=64,
-    intermediate_size=160,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=2048,
-)
-HOST = 1024 * GIB
-CHECKPOINTING = "--actor_gradient_checkpointing --critic_gradient_checkpointing"
-STAGE_3 = "--actor_zero_stage 3 --critic_zero_stage 3"
-
-
-def ppo(words=""):
-    needed = (
-        "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o"
-    )
-    return parse("ppo", f"{needed} {words}".split())
-
-
-def sft(words=""):
-    return parse("sft", f"--model_name_or_path m --data_path d --output_dir o {words}".split())
-
-
-def plan_ppo(words="", model=LLAMA_8B, ranks=8, device=80 * GIB, host=HOST):
-    config = ppo(words)
-    roles = ["actor", "critic", "reward"] + ["reference"] * config.algorithm.has_reference
-    return plan_step(config, dict.fromkeys(roles, model), ranks, device, host)
-
-
-def held(plan, phase, role, part, on_host=False):
-    [found] = [each for each in plan.phases if each.name == phase]
-    return found.total(role, part, on_host)
 
 
 def test_earlier_micro_batches_leave_gradients_at_the_peak_of_activations():
@@ -101,24 +68,6 @@ def test_offload_moves_states_and_weights_to_the_host():
     assert held(plan, "checkpoint", "actor", "optimizer", True) == 16 * total // 8
     only = plan_ppo(f"{STAGE_3} {CHECKPOINTING} --offload_optimizer")
     assert held(only, "checkpoint", "actor", "weights", True) == 0
-
-
-def test_sleep_frees_the_device_in_a_rollout_and_keeps_host_memory():
-    awake, asleep = (
-        plan_ppo(f"{STAGE_3} {CHECKPOINTING}"),
-        plan_ppo(f"{STAGE_3} {CHECKPOINTING} --sleep_in_rollout"),
-    )
-    size = held(awake, "rollout", "critic", "optimizer")
-    found = [
-        [held(asleep, phase, "critic", "optimizer", place) for place in (False, True)]
-        for phase in ("rollout", "actor update", "checkpoint")
-    ]
-    assert found == [[0, size], [size, size], [size, size]]
-    weights = [held(asleep, "rollout", "actor", "weights", place) for place in (False, True)]
-    assert weights == [held(awake, "rollout", "actor", "weights"), 0]
-    assert held(asleep, "rollout", "reward", "weights", True) == held(
-        awake, "rollout", "reward", "weights"
-    )
 
 
 def test_one_base_counts_once():
@@ -306,12 +255,14 @@ def test_host_memory_is_proposed_where_the_device_is_not_enough():
 
 
 def test_what_needs_more_memory_is_not_taken():
+    checkpointing = "--actor_gradient_checkpointing"
+
     def plan_with(words):
         missing = 0 if "--offload" in words else 4 if "3" in words else 5
-        return SimpleNamespace(missing=missing + 9 * ("--sleep_in_rollout" in words))
+        return SimpleNamespace(missing=missing + 9 * (checkpointing in words))
 
     words, _ = flags_that_fit(ppo(), plan_with)
-    assert "--offload" in words and "--sleep_in_rollout" not in words
+    assert "--offload" in words and checkpointing not in words
 
 
 @pytest.mark.release

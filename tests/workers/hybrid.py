@@ -23,7 +23,6 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.data.prepare import prepare
-from dschat_ppo.engine import sleep
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.engine.tensor_parallel import check_tensor_parallel, tensor_parallel
 from dschat_ppo.models.adapters import adapter_layers
@@ -54,8 +53,7 @@ STEPS = {  # name -> (ZeRO stage, flags), beside "plain", which is stage 3
     "offload": (3, ("--offload_optimizer", "--offload_reference_model", "--offload_reward_model")),
     "tensor parallel": (3, ("--inference_tp_size", 2, "--tp_gather_partition_size", 1)),
     "layer by layer": (3, ("--unpin_actor_parameters",)),
-    "sleep 2": (2, ("--sleep_in_rollout",)),
-    "sleep 3": (3, ("--sleep_in_rollout",)),
+    "toggled": (3, ()),
 }
 
 
@@ -276,12 +274,9 @@ def main() -> None:
         }
         found |= {"dropout": dropout_in_scoring(assets), "divided": divided_models()}
         for name, (stage, words) in STEPS.items():
-            if "sleep" in name:
-                sleep.is_in_device_memory = lambda tensor: True  # as on a GPU: tensors do move
             ppo = ppo_with(assets, stage, *words)
-            found["steps"][name] = two_steps(ppo, toggles=3 * (name == "sleep 3"))
+            found["steps"][name] = two_steps(ppo, toggles=3 * (name == "toggled"))
     layouts = [(2, "fp32"), (3, "fp32")]
-    sleep.is_in_device_memory = lambda tensor: False
     found["adapters"] = {  # on one rank ZeRO-3 does not copy what it gathers
         f"{stage} {dtype}": switch_adapters(assets, stage, dtype)
         for stage, dtype in layouts

@@ -9,7 +9,6 @@ from torch import nn
 
 from dschat_ppo.checkpoint.engine_state import flat_masters
 from dschat_ppo.common import dist
-from dschat_ppo.engine import sleep
 from dschat_ppo.engine.build_engine import (
     OptimizerSettings,
     eval_engine,
@@ -19,7 +18,9 @@ from dschat_ppo.engine.build_engine import (
 from dschat_ppo.engine.ds_config import eval_config, train_config
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.engine.optimizer_step import accumulate, apply
-from dschat_ppo.engine.sleep import (
+from dschat_ppo.features.sleep import sleep
+from dschat_ppo.features.sleep.generation import Sleep
+from dschat_ppo.features.sleep.sleep import (
     asleep,
     gradient_buffers,
     reused_memory,
@@ -52,6 +53,10 @@ def engine_of(stage: int, dtype: str):
     return train_engine(model, config, SETTINGS)
 
 
+def sleeping_hybrid(actor, sleeping) -> HybridEngine:
+    return HybridEngine(actor, around=[Sleep(actor, sleeping).asleep])
+
+
 def step(engine, number: int, dtype: str) -> float:
     generator = torch.Generator().manual_seed(number)
     batches = [
@@ -82,7 +87,7 @@ def test_training_is_bit_equal_with_and_without_sleep_at_every_stage_and_dtype(
     """Meanwhile states, masters and gradients have left the device, and the actor's weights
     stay."""
     awake, sleeper = engine_of(stage, dtype), engine_of(stage, dtype)
-    hybrid, weights = HybridEngine(sleeper, sleeping=[sleeper]), 4 * 9 + 9 + 9 * 3 + 3
+    hybrid, weights = sleeping_hybrid(sleeper, [sleeper]), 4 * 9 + 9 + 9 * 3 + 3
     for number in range(3):
         assert step(awake, number, dtype) == step(sleeper, number, dtype)
         before = numbers_of(sleeper)
@@ -120,10 +125,10 @@ def test_buffers_of_gradients_leave_the_device_without_a_copy_and_12_bytes_a_wei
     assert size == bucket + 4 * weights * (stage != 2)
     # fp32 weights and two moments, besides counts of steps
     assert 12 * weights <= copied <= 12 * weights + 64
-    hybrid, host = HybridEngine(engine, sleeping=[engine]), []
-    with hybrid.generating():
+    sleeper, host = Sleep(engine, [engine]), []
+    with HybridEngine(engine, around=[sleeper.asleep]).generating():
         assert held_bytes(buffers) == 0
-        host += [memory.nbytes() for memory in hybrid._host_memory.values()]
+        host += [memory.nbytes() for memory in sleeper.host_memory.values()]
     assert held_bytes(buffers) == size and not any(buffer.any() for buffer in buffers)
     assert sum(host) == copied
     with asleep(training_states(engine), scratch=buffers) as moved:
@@ -136,7 +141,7 @@ def test_views_of_the_fp32_weights_see_the_updates_after_a_sleep(stage, simulate
     engine = engine_of(stage, "bf16")
     for number in range(2):
         step(engine, number, "bf16")
-        with HybridEngine(engine, sleeping=[engine]).generating():
+        with sleeping_hybrid(engine, [engine]).generating():
             pass
     step(engine, 2, "bf16")
     [weight, *_] = engine.module.parameters()
@@ -149,7 +154,7 @@ def test_engines_that_generation_does_not_use_sleep_with_their_weights(simulated
     base.weight = actor.module[0].weight  # one base for several models
     reference = eval_engine(nn.Linear(4, 4).bfloat16(), eval_config(0, "bf16", False, 1))
     reward = eval_engine(nn.Sequential(base), eval_config(0, "bf16", False, 1))
-    with HybridEngine(actor, sleeping=[actor, critic, reference, reward]).generating():
+    with sleeping_hybrid(actor, [actor, critic, reference, reward]).generating():
         assert (
             held_bytes(weights_of(critic))
             == held_bytes(weights_of(reference))

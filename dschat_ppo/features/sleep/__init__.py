@@ -1,0 +1,1 @@
+"""Sleep: what a rollout does not use waits in host memory."""
