@@ -1,7 +1,7 @@
 """Which engines sleep in a rollout."""
 
 import pytest
-from config.command_lines import config_of
+from command_lines import config_of
 from one_rank import one_rank  # noqa: F401
 from role_engines import engines_of
 
