@@ -233,7 +233,8 @@ def run_here(step: str, words: list[str]) -> None:
     process."""
     from deepspeed import DeepSpeedEngine
 
-    from dschat_ppo.engine import hybrid_engine, sleep
+    from dschat_ppo.engine import hybrid_engine
+    from dschat_ppo.features.sleep import sleep
     from dschat_ppo.monitor.writers import MetricsWriter
 
     if not torch.cuda.is_available():
