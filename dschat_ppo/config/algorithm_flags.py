@@ -73,15 +73,6 @@ OF_REWARDS = (
 SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")  # their papers aggregate by seq_mean_token_mean
 
 
-def _check_dynamic_sampling_range(limits: list[float]) -> None:
-    is_range = len(limits) == 2 and limits[0] < limits[1]
-    if limits and not is_range:
-        raise UserError(
-            f"--dynamic_sampling_range {' '.join(map(str, limits))}: expected two numbers, the"
-            " lower one first"
-        )
-
-
 @dataclass(frozen=True)
 class AlgorithmFlags:
     """Reward shaping, advantages, losses and KL of step 3."""
@@ -240,23 +231,6 @@ class AlgorithmFlags:
     mask_truncated_answers: bool = flag(
         False, "exclude answers that were truncated by the length limit from the policy loss"
     )
-    dynamic_sampling: bool = flag(
-        False,
-        "drop prompts whose answers all have the same score, and sample other prompts until the PPO"
-        " step is full",
-    )
-    dynamic_sampling_rounds: int = positive(
-        8,
-        "maximum sampling rounds per PPO step; if prompts are still missing, dropped ones fill the"
-        " step",
-    )
-    dynamic_sampling_range: list[float] = flag(
-        [],
-        "two numbers, LOW HIGH: --dynamic_sampling also drops prompts whose mean score is not above"
-        " LOW and below HIGH; not given: off",
-        commas=True,
-        check=_check_dynamic_sampling_range,
-    )
     target_kl: float | None = positive(
         None,
         "end the updates of a PPO step after an update whose KL (k3, nats per token) is above this;"
@@ -393,7 +367,7 @@ class AlgorithmFlags:
         require_used(self, "kl_estimator", when=self.kl_reward_coef > 0, purpose=in_reward)
 
     def _check_effects_of_rollouts(self) -> None:
-        """Refuse settings of a correction, a penalty or a choice of responses that is off."""
+        """Refuse settings of a correction or a penalty that is off."""
         require_used(
             self,
             "importance_mode importance_cap importance_floor",
@@ -402,12 +376,6 @@ class AlgorithmFlags:
         )
         require_used(
             self, "overlong_penalty", when=self.overlong_buffer > 0, purpose="--overlong_buffer"
-        )
-        require_used(
-            self,
-            "dynamic_sampling_rounds dynamic_sampling_range",
-            when=self.dynamic_sampling,
-            purpose="--dynamic_sampling",
         )
 
     @property

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.features import hooks
 
 # A forward pass of scoring; recorded while sampling; the forward pass of the update, which also
 # gives the values.
@@ -50,8 +51,11 @@ def _needed_before(config: PPOConfig, plan: PPOPlan) -> str | None:
     algorithm = config.algorithm
     if plan.updates_per_rollout > 1:
         return f"a PPO step makes {plan.updates_per_rollout} optimizer steps"
-    if algorithm.dynamic_sampling:
-        return "--dynamic_sampling keeps answers for the next PPO step"
+    # a feature says with `old_logprobs.reason_to_score` why, or None
+    for reason_to_score in hooks("old_logprobs.reason_to_score"):
+        reason: str | None = reason_to_score(config)
+        if reason is not None:
+            return reason
     if algorithm.importance_correction != "none":
         return "--importance_correction compares them with those of sampling"
     if algorithm.high_entropy_share < 1:

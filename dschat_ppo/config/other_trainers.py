@@ -86,8 +86,6 @@ THEIR_NAMES = {
         "is_correction_threshold vllm_is_truncated_threshold icepop_threshold"
     ),
     "off_policy_delta": "off_policy_mask_threshold",
-    "dynamic_sampling": "dynamic_filtering dynamic_filtering_enable",
-    "dynamic_sampling_range": "dynamic_filtering_range dynamic_filtering_reward_range",
     "reward_function": "reward_funcs reward_weights",
     "reward_clip": "reward_clip_range",
     "normalize_rewards": "normalize_reward reward_normalize_enable",

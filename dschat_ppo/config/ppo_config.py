@@ -70,16 +70,16 @@ class PPOConfig(StepConfig):
         """Refuse numbers and sources of responses that the algorithm cannot use."""
         ppo = self.ppo
         algorithm = self.algorithm
-        compares = "compares the answers to one prompt: set --n_samples_per_prompt to 2 or more"
         if algorithm.compares_answers and ppo.n_samples_per_prompt == 1:
-            raise UserError(f"--advantage_estimator {algorithm.advantage_estimator} {compares}")
+            raise UserError(
+                f"--advantage_estimator {algorithm.advantage_estimator} compares the answers to one"
+                " prompt: set --n_samples_per_prompt to 2 or more"
+            )
         if ppo.sampler is not None and self.data.streaming:
             raise UserError(
                 "--sampler chooses among all prompts, which --streaming does not know; use one of"
                 " the two"
             )
-        if algorithm.dynamic_sampling and ppo.n_samples_per_prompt == 1:
-            raise UserError(f"--dynamic_sampling {compares}")
         if ppo.old_logprobs == "rollout" and algorithm.needs_training_logprobs:
             raise UserError(
                 "--old_logprobs rollout skips the forward pass that --importance_correction,"

@@ -15,6 +15,7 @@ from typing import Any
 FEATURES = (
     "averages",
     "distillation",
+    "dynamic_sampling",
     "environments",
     "process_rewards",
     "ptx",

@@ -319,12 +319,12 @@ def show_ppo_batches(config: PPOConfig, plan: PPOPlan) -> None:
 
 
 def derived_batch_sizes(config: PPOConfig, plan: PPOPlan) -> dict[str, int]:
-    """Batch sizes that the flags result in, for a checkpoint's manifest. Each round of dynamic
-    sampling takes the same number of prompts on every rank. So the number of ranks decides how many
-    prompts a round takes in all, and which prompts later steps see."""
+    """Batch sizes that the flags result in, for a checkpoint's manifest. A feature adds what its
+    results depend on, of `checkpoint.identity.DERIVED`, with `identity.derived_sizes(config,
+    plan)`."""
     sizes = {"rows_per_update": plan.global_batch, "rows_per_step": plan.rollout_prompts}
-    if config.algorithm.dynamic_sampling:
-        sizes["ranks"] = plan.world_size
+    for derived_sizes in hooks("identity.derived_sizes"):
+        sizes |= derived_sizes(config, plan)
     return sizes
 
 

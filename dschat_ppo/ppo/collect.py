@@ -6,13 +6,12 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dschat_ppo.checkpoint.manager import CheckpointManager, load_saved
+from dschat_ppo.checkpoint.manager import CheckpointManager
 from dschat_ppo.common import dist, stop_requests
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import PhaseClock
@@ -22,9 +21,9 @@ from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.data.batches import IndexStream
 from dschat_ppo.errors import RolloutCancelled
 from dschat_ppo.ppo.generation_settings import greedily
-from dschat_ppo.ppo.group_pool import GroupPool
 from dschat_ppo.ppo.own_algorithms import OwnSampler
 from dschat_ppo.ppo.rollout_sampler import RolloutSampler
+from dschat_ppo.ppo.rounds import Rounds
 from dschat_ppo.ppo.samples import printed_responses, sample_lines
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
 from dschat_ppo.rewards.reward_source import (
@@ -76,7 +75,7 @@ class ExperienceCollection:
     sampler: RolloutSampler
     requests: RewardRequests
     passes: ForwardPasses
-    pool: GroupPool | None  # the rows of several rounds of dynamic sampling; None without
+    rounds: Rounds  # of a PPO step
     clock: PhaseClock
     # rows carry the index of their prompt's data set, the column `source`
     several_data_sets: bool = False
@@ -120,13 +119,8 @@ class ExperienceCollection:
             raise
 
     def next_prompts(self) -> Prompts:
-        """This rank's prompts of the next round; all ranks take the same number. Dynamic sampling
-        takes as many as should fill the step, estimated from the share of rows kept so far."""
-        count = self.plan.prompts_per_rank
-        if self.pool is not None:
-            prompts_needed = self.pool.missing / self.plan.samples / max(self.pool.kept_share, 0.1)
-            per_rank = -int(-prompts_needed // dist.world_size())  # rounded up
-            count = max(1, min(count, per_rank))
+        """This rank's prompts of the next round; all ranks take the same number."""
+        count = self.rounds.prompts_per_rank()
         first = dist.rank() * count
         first_group = self.stream.taken + first
         of_all_ranks = self.stream.take(count * dist.world_size())
@@ -227,17 +221,16 @@ class ExperienceCollection:
         )
 
     def add(self, rows: ScoredRollout, step: int) -> ScoredRollout | None:
-        """Add the rows of a round, of all ranks. Returns those of the PPO step once it has enough,
-        or after the last round, and prints their answers if asked to. Collective."""
+        """Add the rows of a round, of all ranks. Returns those of the PPO step once the rounds give
+        enough, and prints their answers if asked to; None: another round follows. Collective."""
         self._round += 1
         self._response_count += len(rows.groups)
         self._left_count += int((~rows.has_score).sum())
         if isinstance(self.stream, OwnSampler):
             self.stream.update(rows.groups[rows.has_score], rows.scores[rows.has_score])
-        if self.pool is not None:
-            self.pool.add(rows)
-            if self.pool.missing and self._round < self.config.algorithm.dynamic_sampling_rounds:
-                return None
+        step_rows = self.rounds.rows_of_step(rows, self._round)
+        if step_rows is None:
+            return None
         self.metrics = {
             "reward/function_faults": float(self._failed_rows.faults),
             "rollout/unscored_share": self._failed_rows.unscored / self._response_count,
@@ -248,44 +241,22 @@ class ExperienceCollection:
         self.metrics |= {
             f"reward/{name}": mean for name, mean in number_means(self._score_numbers).items()
         }
-        if self.pool is not None:
-            self.metrics["rollout/dynamic_sampling_rounds"] = float(self._round)
-            self.metrics["rollout/dynamic_sampling_kept_share"] = self.pool.kept_share
-            rows, filled = self.pool.take()
-            self.metrics["rollout/dynamic_sampling_filled_rows"] = float(filled)
-            if filled:
-                in_range = ""
-                if self.pool.score_range:
-                    in_range = " and whose mean is in --dynamic_sampling_range"
-                logger().warning(
-                    f"dynamic sampling: {self._round} rounds gave too few prompts whose answers"
-                    " differ in"
-                    f" score{in_range};"
-                    f" {filled} rows of other prompts fill the step (see --dynamic_sampling_rounds)"
-                )
+        self.metrics |= self.rounds.metrics
         ppo = self.config.ppo
         if dist.is_main() and ppo.print_answers and step % ppo.print_answers_interval == 0:
             lines = sample_lines(
-                to_device(rows, "cpu"), self.requests.tokenizer, self.requests.mixture.names
+                to_device(step_rows, "cpu"), self.requests.tokenizer, self.requests.mixture.names
             )
             # as one record: no other line comes between
             logger().info(printed_responses(step, lines))
-        return rows
+        return step_rows
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the prompts and the rows kept for the next step; the same on every rank,
         between two steps."""
-        pool = None
-        if self.pool is not None:
-            pool = self.pool.state_dict()
-        return {"stream": self.stream.state_dict(), "pool": pool}
+        return {"stream": self.stream.state_dict(), "pool": self.rounds.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Restore `state_dict()`. A pool that the saved run did not have starts empty."""
+        """Restore `state_dict()`."""
         self.stream.load_state_dict(state["stream"])
-        if self.pool is not None:
-            load_saved(
-                "--dynamic_sampling",
-                state["pool"],
-                partial(self.pool.load_state_dict, device=device),
-            )
+        self.rounds.load_state_dict(state["pool"], device)

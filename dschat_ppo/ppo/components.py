@@ -28,11 +28,11 @@ from dschat_ppo.nonfinite import NonFinitePolicy, ReproBundles
 from dschat_ppo.ppo.advantages import AdvantageComputation, advantage_terms, early_rewards_of
 from dschat_ppo.ppo.collect import ExperienceCollection
 from dschat_ppo.ppo.followers import followers_of_run
-from dschat_ppo.ppo.group_pool import GroupPool
 from dschat_ppo.ppo.mini_dataset import MiniBatch, MiniDataset
 from dschat_ppo.ppo.own_algorithms import own_metrics
 from dschat_ppo.ppo.rollout_sampler import RolloutSampler
 from dschat_ppo.ppo.rollouts import RolloutExtension
+from dschat_ppo.ppo.rounds import rounds_of_run
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests, further_passes
 from dschat_ppo.ppo.state import PPOState
 from dschat_ppo.ppo.token_losses import RecordedTokens
@@ -97,7 +97,7 @@ class PPOComponents:
         # The source of old log-probs is chosen before the forward passes and the updates are built,
         # since it says which of them compute the log-probs.
         self.old_logprobs = self._choose_old_logprobs()
-        # The advantages come before the collection's pool of groups, which compares scores as the
+        # The advantages come before the collection, whose rounds may compare scores as the
         # advantages see them.
         self.advantage_computation = self._build_advantages(rewards)
         requests = RewardRequests(rewards, prompts, data.tokenizer, extensions)
@@ -161,7 +161,7 @@ class PPOComponents:
             sampler=sampler,
             requests=requests,
             passes=passes,
-            pool=self._build_group_pool(),
+            rounds=rounds_of_run(self.config, self.plan, self.advantage_computation),
             clock=self.clock,
             several_data_sets=len(self.data_sources) > 1,
         )
@@ -187,21 +187,6 @@ class PPOComponents:
             minimum_length=self.minimum_length,
             further=further_passes(config, engines.frozen, self.minimum_length),
             clock=self.clock,
-        )
-
-    def _build_group_pool(self) -> GroupPool | None:
-        """What collects groups over the rounds of dynamic sampling; None without it."""
-        algorithm = self.config.algorithm
-        if not algorithm.dynamic_sampling:
-            return None
-        source_weights: Sequence[float] = ()
-        if algorithm.advantage_estimator == "gdpo":
-            source_weights = self.advantage_computation.source_weights
-        return GroupPool(
-            self.plan.rollout_rows,
-            self.advantage_computation.scaled_and_clipped,
-            algorithm.dynamic_sampling_range,
-            source_weights,
         )
 
     def _build_entropy_coef(self) -> AdaptiveEntropy | FixedCoefficient:

@@ -66,7 +66,7 @@ def make_experience(
     collection = ppo.collection
     rows = None
     with collection.cancelled_on_stop(checkpointer):
-        while rows is None:  # one round; several with --dynamic_sampling
+        while rows is None:  # one round, unless a feature asks for more
             prompts = collection.next_prompts()  # those of this rank
 
             # prompts (B, P), responses and their log-probs (B, R)

@@ -88,11 +88,6 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ),
     (
         "ppo",
-        "--dynamic_sampling",
-        "--dynamic_sampling compares the answers to one prompt: set --n_samples_per_prompt to 2",
-    ),
-    (
-        "ppo",
         "--old_logprobs rollout --importance_correction token",
         "--old_logprobs rollout skips the forward pass that",
     ),
@@ -260,16 +255,6 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
         "--entropy_coef 2.0 is above --entropy_coef_max 1.0",
     ),
     ("ppo", "--overlong_penalty 2.0", "it is for --overlong_buffer"),
-    ("ppo", "--dynamic_sampling_rounds 2", "it is for --dynamic_sampling"),
-    ("ppo", "--dynamic_sampling_range 0 1", "it is for --dynamic_sampling"),
-    *[
-        (
-            "ppo",
-            f"--dynamic_sampling --n_samples_per_prompt 2 --dynamic_sampling_range {words}",
-            "the lower one first",
-        )
-        for words in ("0.5", "1 0", "0 0", "-1 0 1", "nan 1")
-    ],
     # evaluation
     ("ppo", "--eval_batch_size 8", "--eval_batch_size 8 has no effect: it is for --eval_data_path"),
     ("ppo", "--save_best False", "--save_best False has no effect: it is for --eval_data_path"),
@@ -413,7 +398,7 @@ WRONG = {
         reward_function=exact_match:nan remote_reward_url= remote_reward_url=localhost:5000
         remote_reward_url=ftp://h reward_timeout=1e7 remote_reward_timeout=0 stop_strings=
         stop_token_ids=-1 temperature=0 dual_clip=0.5 importance_cap=1 clip_eps=1 clip_eps_low=1
-        dynamic_sampling_range=1 gamma=2 advantage_estimator=ppo top_k=-1
+        gamma=2 advantage_estimator=ppo top_k=-1
     """
     ),
 }
@@ -713,7 +698,6 @@ def test_rows_of_ranks_and_of_groups_that_share_rows_are_counted():
     [
         ("--ppo_epochs 2", "a PPO step makes 2 optimizer steps"),
         ("--per_device_training_batch_size 1", "a PPO step makes 4 optimizer steps"),
-        (GROUPS + "--dynamic_sampling", "--dynamic_sampling keeps answers"),
         ("--importance_correction token", "--importance_correction compares"),
         ("--high_entropy_share 0.5", "--high_entropy_share selects tokens"),
         ("--policy_loss clip_cov", "--policy_loss clip_cov selects tokens"),

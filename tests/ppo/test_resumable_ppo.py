@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_advantages import computation
-from test_collect import CPU, collection_of
 from test_mini_dataset import experience
+from tiny_collection import CPU, collection_of
 
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
 from dschat_ppo.checkpoint.manager import RankStates
