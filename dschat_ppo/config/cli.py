@@ -14,7 +14,7 @@ import yaml
 from dschat_ppo.config.flag_parser import FlagParser, flag_parser
 from dschat_ppo.config.help_text import asked_for_help, help_text
 from dschat_ppo.config.other_trainers import trains_critic, what_to_use
-from dschat_ppo.config.ppo_config import PPOConfig, learned_from
+from dschat_ppo.config.ppo_config import PPOConfig, other_sources_of_learning
 from dschat_ppo.config.run_flags import WITHOUT_EFFECT
 from dschat_ppo.config.schema import read_settings, require
 from dschat_ppo.config.step_config import (
@@ -198,7 +198,7 @@ def _missing(fields: Sequence[dataclasses.Field[Any]], values: dict[str, Any]) -
     )
     if missing and values.get("use_reward_model") and not has_reward_model:
         ways = "--reward_function"
-        alone = learned_from(values)
+        alone = other_sources_of_learning(values)
         if alone:
             ways += f", or with --advantage_estimator none to learn from {alone} alone"
         missing.append(f"--critic_model_name_or_path (or --use_reward_model False with {ways})")

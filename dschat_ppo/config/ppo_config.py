@@ -104,7 +104,7 @@ class PPOConfig(StepConfig):
         has_model = self.rewards.use_reward_model
         if has_model and "reward" not in self.models:
             without_rewards = ""
-            alone = learned_from(flatten(self))
+            alone = other_sources_of_learning(flatten(self))
             if alone:
                 without_rewards = (
                     f", or to learn from {alone} alone, --use_reward_model False"
@@ -136,7 +136,7 @@ class PPOConfig(StepConfig):
             raise UserError(
                 f"--use_reward_model False leaves no reward: give {listed}{without_rewards}"
             )
-        if not has_estimator and not learned_from(flatten(self)):
+        if not has_estimator and not other_sources_of_learning(flatten(self)):
             raise UserError(
                 "--advantage_estimator none has no policy loss; give"
                 f" {alternatives or 'another one'}"
@@ -363,7 +363,7 @@ class PPOConfig(StepConfig):
         return self.ppo.old_logprobs == "recompute"
 
 
-def learned_from(values: Mapping[str, Any]) -> str:
+def other_sources_of_learning(values: Mapping[str, Any]) -> str:
     """What a run of step 3 with these values of flags can learn from without rewards, for messages;
     "" for nothing. A feature offers `refusals.learned_from(values)`, as "the model" of its flag."""
     sources = [learned_from(values) for learned_from in hooks("refusals.learned_from")]

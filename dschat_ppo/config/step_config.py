@@ -111,7 +111,7 @@ class StepConfig(ABC):
     @property
     def ranks_of_row(self) -> int:
         """Ranks that share the rows of a micro-batch; 1: each rank has its own."""
-        sizes = [ranks_of_row(self) for ranks_of_row in hooks("refusals.ranks_of_row")]
+        sizes = [ranks_of_row(self) for ranks_of_row in hooks("refusals.sharing_ranks")]
         return max(sizes, default=1)
 
     @property

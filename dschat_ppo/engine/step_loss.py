@@ -55,14 +55,17 @@ class StepTerm:
 
 def step_terms(config: Any, engine: Engine, further_batches: Mapping[str, Any]) -> list[StepTerm]:
     """The terms that the features add to the loss of an engine. A feature offers them as
-    `step_terms.term_of` with these arguments, a `StepTerm` or None.
+    `step_terms.step_term_of` with these arguments, a `StepTerm` or None.
 
     Args:
         config: the flags.
         engine: trains a `PolicyModel` or `ScalarModel`.
         further_batches: the batches of data that features have added to the run, by name.
     """
-    terms = [term_of(config, engine, further_batches) for term_of in hooks("step_terms.term_of")]
+    terms = [
+        step_term_of(config, engine, further_batches)
+        for step_term_of in hooks("step_terms.step_term_of")
+    ]
     return [term for term in terms if term is not None]
 
 

@@ -51,8 +51,11 @@ AdvantageTerm = Callable[[RewardedRollout], Tensor]
 
 def advantage_terms(config: PPOConfig) -> list[AdvantageTerm]:
     """The terms that features add to the advantages. A feature offers
-    `advantage_terms.term_of(config)`, an `AdvantageTerm` or None."""
-    terms = [term_of(config) for term_of in hooks("advantage_terms.term_of")]
+    `advantage_terms.advantage_term_of(config)`, an `AdvantageTerm` or None."""
+    terms = [
+        advantage_term_of(config)
+        for advantage_term_of in hooks("advantage_terms.advantage_term_of")
+    ]
     return [term for term in terms if term is not None]
 
 

@@ -63,7 +63,7 @@ def loss_terms(
     config: PPOConfig, frozen: Callable[[str], Model], minimum_length: MinimumLength | None
 ) -> list[LossTerm]:
     """The terms that the flags ask for: the KL to the reference, and those of the features, which
-    offer them as `loss_terms.term_of` with these arguments, a `LossTerm` or None.
+    offer them as `loss_terms.loss_term_of` with these arguments, a `LossTerm` or None.
 
     Args:
         config: the flags.
@@ -73,8 +73,8 @@ def loss_terms(
     terms = []
     if config.algorithm.kl_loss_coef > 0:
         terms.append(kl_term(config, frozen, minimum_length))
-    for term_of in hooks("loss_terms.term_of"):
-        term = term_of(config, frozen, minimum_length)
+    for loss_term_of in hooks("loss_terms.loss_term_of"):
+        term = loss_term_of(config, frozen, minimum_length)
         if term is not None:
             terms.append(term)
     return terms

@@ -99,7 +99,7 @@ class RewardRequests:
 
 
 @dataclass(frozen=True)
-class ForwardPass:
+class ScoringPass:
     """A forward pass that a feature adds to those of scoring."""
 
     name: str  # as the times of a run name it
@@ -109,9 +109,9 @@ class ForwardPass:
 
 def further_passes(
     config: PPOConfig, frozen: Callable[[str], Model], minimum_length: MinimumLength | None
-) -> list[ForwardPass]:
+) -> list[ScoringPass]:
     """The forward passes that features add. A feature offers `passes.pass_of` with these arguments,
-    a `ForwardPass` or None.
+    a `ScoringPass` or None.
 
     Args:
         config: the flags.
@@ -135,7 +135,7 @@ class ForwardPasses:
     old_logprobs: OldLogprobs
     kl_estimator: str  # form of the KL in the reward; "full" needs "recompute"
     minimum_length: MinimumLength | None = None  # of sampling
-    further: Sequence[ForwardPass] = ()  # of features
+    further: Sequence[ScoringPass] = ()  # of features
     clock: PhaseClock = field(default_factory=PhaseClock)
 
     @torch.no_grad()

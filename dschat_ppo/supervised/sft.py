@@ -38,9 +38,9 @@ class SFTTerm:
 
 
 def sft_terms(config: SFTConfig, frozen: Callable[[str], Model]) -> list[SFTTerm]:
-    """The terms that features add. A feature offers `sft_terms.term_of` with these arguments, an
-    `SFTTerm` or None. `frozen`: role -> the model of that role, which does not train."""
-    terms = [term_of(config, frozen) for term_of in hooks("sft_terms.term_of")]
+    """The terms that features add. A feature offers `sft_terms.sft_term_of` with these arguments,
+    an `SFTTerm` or None. `frozen`: role -> the model of that role, which does not train."""
+    terms = [sft_term_of(config, frozen) for sft_term_of in hooks("sft_terms.sft_term_of")]
     return [term for term in terms if term is not None]
 
 

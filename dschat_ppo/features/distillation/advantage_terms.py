@@ -12,7 +12,7 @@ from dschat_ppo.ppo.advantages import AdvantageTerm
 from dschat_ppo.types import RewardedRollout
 
 
-def term_of(config: PPOConfig) -> AdvantageTerm | None:
+def advantage_term_of(config: PPOConfig) -> AdvantageTerm | None:
     """Minus the KL to the teachers (k1) at each token, with `--distill_policy_gradient`: a reward
     that is received there, with discount 0 (Lu and Thinking Machines Lab 2025, "On-policy
     distillation")."""

@@ -14,7 +14,7 @@ from dschat_ppo.ppo.loss_terms import ActorPass, LossTerm
 from dschat_ppo.types import Experience, MinimumLength, Model
 
 
-def term_of(
+def loss_term_of(
     config: PPOConfig, frozen: Callable[[str], Model], minimum_length: MinimumLength | None
 ) -> LossTerm | None:
     """The divergence of the actor from its teachers as a term of its loss; None if it is not in the

@@ -9,13 +9,13 @@ from torch import Tensor
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.features.distillation.flags import DistillationFlags
 from dschat_ppo.features.distillation.teachers import teachers_of
-from dschat_ppo.ppo.score import ForwardPass
+from dschat_ppo.ppo.score import ScoringPass
 from dschat_ppo.types import ForwardedRollout, MinimumLength, Model
 
 
 def pass_of(
     config: PPOConfig, frozen: Callable[[str], Model], minimum_length: MinimumLength | None
-) -> ForwardPass | None:
+) -> ScoringPass | None:
     """The pass of a run with `--distill_policy_gradient`. Arguments as `further_passes`."""
     if not config.of(DistillationFlags).gives_advantages:
         return None
@@ -24,4 +24,4 @@ def pass_of(
     def columns_of(rows: ForwardedRollout) -> dict[str, Tensor]:
         return {"teacher_logprobs": teachers.logprobs(rows)}
 
-    return ForwardPass("teacher", columns_of)
+    return ScoringPass("teacher", columns_of)

@@ -18,7 +18,7 @@ from dschat_ppo.supervised.sft import SFTTerm
 from dschat_ppo.types import Model
 
 
-def term_of(config: SFTConfig, frozen: Callable[[str], Model]) -> SFTTerm | None:
+def sft_term_of(config: SFTConfig, frozen: Callable[[str], Model]) -> SFTTerm | None:
     """The divergence from the teacher, if there is one; without `--distill_coef` it is the whole
     loss. Arguments as `sft_terms`."""
     flags = config.of(SFTTeacherFlags)
@@ -29,10 +29,10 @@ def term_of(config: SFTConfig, frozen: Callable[[str], Model]) -> SFTTerm | None
     if flags.distill_coef is not None:
         share = flags.distill_coef
     divergence = Divergence(flags.kind, flags.distill_beta, flags.distill_topk)
-    return divergence_term(frozen(role), divergence, share)
+    return sft_divergence_term(frozen(role), divergence, share)
 
 
-def divergence_term(teacher: Model, divergence: Divergence, share: float) -> SFTTerm:
+def sft_divergence_term(teacher: Model, divergence: Divergence, share: float) -> SFTTerm:
     """The divergence from the distributions of the `teacher`, with this share of the loss."""
 
     @torch.no_grad()

@@ -19,7 +19,7 @@ from dschat_ppo.types import Engine, Model
 TOKENS = "text_tokens"  # among the numbers of an optimizer step: the tokens of its texts
 
 
-def term_of(
+def step_term_of(
     config: StepConfig, engine: Engine, further_batches: Mapping[str, Any]
 ) -> StepTerm | None:
     """The term of a run with texts: each optimizer step takes the next of them, in micro-batches of

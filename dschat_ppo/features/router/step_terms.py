@@ -22,7 +22,7 @@ from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.types import Engine
 
 
-def term_of(
+def step_term_of(
     config: StepConfig, engine: Engine, further_batches: Mapping[str, Any]
 ) -> StepTerm | None:
     """The term of a run with `--router_loss_coef`."""

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from dschat_ppo.common.dist import world_size
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError
-from dschat_ppo.features.sequence_parallel.refusals import possible_sizes, ranks_of_row
+from dschat_ppo.features.sequence_parallel.refusals import possible_sizes, sharing_ranks
 from dschat_ppo.models.architectures import MASK_IS_READ
 from dschat_ppo.models.backbone import accepts
 from dschat_ppo.models.state_layers import state_layers
@@ -18,7 +18,7 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 def check_backbone(config: StepConfig, backbone: PreTrainedModel, model: str) -> None:
     """Refuse a model whose rows the ranks cannot divide. `backbone` is without weights; `model` is
     flag and folder, for the message."""
-    size = ranks_of_row(config)
+    size = sharing_ranks(config)
     if size == 1:
         return
     subject = f"--sequence_parallel_size {size}: {model}: {type(backbone).__name__}"

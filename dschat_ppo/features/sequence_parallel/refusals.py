@@ -9,14 +9,14 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.features.sequence_parallel.flags import SequenceParallelFlags
 
 
-def ranks_of_row(config: StepConfig) -> int:
+def sharing_ranks(config: StepConfig) -> int:
     """Ranks that share the rows of a micro-batch."""
     return config.of(SequenceParallelFlags).sequence_parallel_size
 
 
 def refuse(config: Any) -> None:
     """Refuse what compares whole distributions where ranks share rows."""
-    size = ranks_of_row(config)
+    size = sharing_ranks(config)
     if size == 1 or config.kind != "ppo":
         return
     algorithm = config.algorithm
@@ -32,7 +32,7 @@ def refuse(config: Any) -> None:
 
 def check_ranks(config: StepConfig, ranks: int) -> None:
     """Refuse groups of ranks that do not make up all `ranks`."""
-    size = ranks_of_row(config)
+    size = sharing_ranks(config)
     if ranks % size:
         raise UserError(
             f"--sequence_parallel_size {size} does not divide the {ranks} ranks of this run; use"

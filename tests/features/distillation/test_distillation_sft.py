@@ -8,7 +8,7 @@ from pass_count import PassCount
 from dschat_ppo.algorithms.divergence import Divergence
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import PADDING_ROW
-from dschat_ppo.features.distillation.sft_terms import divergence_term, term_of
+from dschat_ppo.features.distillation.sft_terms import sft_divergence_term, sft_term_of
 from dschat_ppo.models.pass_observers import observed
 from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
@@ -33,7 +33,7 @@ def nll_and_divergence(model, teacher, row: int) -> tuple[float, torch.Tensor, i
 @pytest.mark.parametrize("share", [1.0, 0.3])
 def test_with_a_teacher_the_loss_is_a_mixture_of_its_divergence_and_the_cross_entropy(share):
     model, teacher = language_model(1), language_model(2)
-    term = divergence_term(PolicyModel(teacher), Divergence("forward_kl"), share)
+    term = sft_divergence_term(PolicyModel(teacher), Divergence("forward_kl"), share)
     objective = sft_objective(0, False, CPU, [term])
     batch = objective.collate(ROWS, [3, PADDING_ROW, 0])
     nll, divergence, tokens = 0.0, torch.zeros(()), 0
@@ -63,6 +63,6 @@ def test_the_flags_name_the_teacher_and_its_share(words, share):
         asked.append(role)
 
     taught = parse("sft", [*NEEDED, "--teacher_model_name_or_path", "t", *words.split()])
-    term = term_of(taught, frozen)
+    term = sft_term_of(taught, frozen)
     assert (term.share, term.metric, asked) == (share, "divergence", ["teacher"])
-    assert term_of(parse("sft", NEEDED), frozen) is None
+    assert sft_term_of(parse("sft", NEEDED), frozen) is None

@@ -12,7 +12,7 @@ from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.algorithms.divergence import Divergence, dense_divergence
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.cli import parse
-from dschat_ppo.features.distillation.advantage_terms import term_of
+from dschat_ppo.features.distillation.advantage_terms import advantage_term_of
 from dschat_ppo.features.distillation.loss_terms import divergence_term
 from dschat_ppo.features.distillation.teachers import Teachers
 from dschat_ppo.models.wrapped_models import PolicyModel
@@ -158,7 +158,7 @@ def term(words: str = "") -> AdvantageTerm:
         "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o"
         " --teacher_model_name_or_path t --distill_policy_gradient"
     )
-    made = term_of(parse("ppo", f"{known} {words}".split()))
+    made = advantage_term_of(parse("ppo", f"{known} {words}".split()))
     assert made is not None
     return made
 

@@ -12,7 +12,7 @@ from dschat_ppo.engine.step_loss import StepLoss
 from dschat_ppo.errors import StopRequested
 from dschat_ppo.features.ptx.flags import PtxFlags
 from dschat_ppo.features.ptx.further_data import TextBatches, as_further_data
-from dschat_ppo.features.ptx.step_terms import losses_of_batches, term_of
+from dschat_ppo.features.ptx.step_terms import losses_of_batches, step_term_of
 from dschat_ppo.monitor.metric_sums import MetricSums
 
 CONFIG = SimpleNamespace(of=lambda kind: PtxFlags("texts", unsup_coef=0.5))
@@ -26,8 +26,8 @@ def actor(input_ids, loss_mask):
 
 def test_texts_follow_the_micro_batches_of_a_step_and_are_divided_by_all_their_tokens():
     texts = SimpleNamespace(take=lambda: ([TEXT], torch.tensor(6)))
-    assert term_of(CONFIG, actor, {}) is None
-    term = term_of(CONFIG, actor, {"texts": texts})
+    assert step_term_of(CONFIG, actor, {}) is None
+    term = step_term_of(CONFIG, actor, {"texts": texts})
     assert (term.name, term.coef) == ("ptx", 0.5)
     before = StepLoss(["rows"], lambda batch, sums: batch, None, MetricSums(), constants={"a": 1})
     step_loss = term.added_to(before)
