@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from dschat_ppo.commands import TRAINERS, start_ranks
 from dschat_ppo.config.help_text import TITLES
+from dschat_ppo.features import hooks
 from dschat_ppo.run.launch import leave
 
 TOOLS = {  # the modules of dschat_ppo.tools
@@ -29,9 +30,10 @@ TOOLS = {  # the modules of dschat_ppo.tools
     "export": "make model folders from a checkpoint",
     "report": "show runs in one HTML page",
     "serve_reward": "serve a reward model over HTTP",
-    "replay": "reproduce a NaN or infinity from its repro bundle",
     "toy": "make the toy model and its data",
 }
+for tools_of_feature in hooks("programs.TOOLS"):
+    TOOLS |= tools_of_feature
 
 
 def main(argv: Sequence[str]) -> int:

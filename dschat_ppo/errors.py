@@ -168,7 +168,7 @@ class StorageError(UserError):
 
 
 class NonFiniteError(FloatingPointError):
-    """NaN or infinity in the training; the message names the repro bundle that replays it."""
+    """NaN or infinity in the training."""
 
 
 class UnhealthyRun(Exception):  # noqa: N818  a decision of the user, by a flag

@@ -1,47 +1,56 @@
 """NaN and infinity: the check of scores, log-probs, values and advantages before any update uses
-them; what a run does about a bad step (`--on_nonfinite`: stop, or skip the update); and the repro
-bundle that reproduces it in one process.
-
-A bundle lies in `OUTPUT/nonfinite/step_*_rank_*/`: `config.yaml` holds the flags, `model/` the
-weights before the update, and `bundle.pt`, which is written last, the rank's micro-batches with
-everything else that the loss needs: tensors and plain values, no code.
-"""
+them, and what a run does about a bad step (`--on_nonfinite`: stop, or skip the update)."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.checkpoint.state_files import save_state
-from dschat_ppo.common import dist
-from dschat_ppo.common.atomic_files import remove_folder, storage_errors
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.run_flags import SafetyFlags
-from dschat_ppo.config.step_config import StepConfig, flatten
-from dschat_ppo.engine.optimizer_step import Fault, StepResult, loss_scale
-from dschat_ppo.errors import NonFiniteError, StorageError, UserError
-from dschat_ppo.models.backbone import unwrap
-from dschat_ppo.models.saving import save_model
+from dschat_ppo.config.step_config import StepConfig
+from dschat_ppo.engine.optimizer_step import Fault, StepResult
+from dschat_ppo.errors import NonFiniteError, UserError
+from dschat_ppo.features import hooks
 from dschat_ppo.monitor.metric_sums import read_scalars
-from dschat_ppo.monitor.writers import write_config
 from dschat_ppo.types import Engine, Experience, tensors_of
 
 MOST_UNSCORED = 3  # PPO steps in a row without a score, the last of which ends the run
 
 
+@dataclass(frozen=True)
+class BadStep:
+    """An optimizer step with a number that is not finite; its update is skipped."""
+
+    role: str
+    step: int
+    fault: Fault
+    engine: Engine
+    records: Sequence[Any]  # the micro-batches of this rank
+    constants: dict[str, Any]  # the other numbers that the loss needs
+
+
+def recorders_of(
+    config: StepConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[Callable[[BadStep], str]]:
+    """What the features record of bad steps. A feature offers `bad_steps.recorder_of` with these
+    arguments: a function that every rank calls with a bad step, and that returns what the message
+    about it says at its end."""
+    return [recorder_of(config, tokenizer) for recorder_of in hooks("bad_steps.recorder_of")]
+
+
 class NonFinitePolicy:
     """Stops the run at the first failure, or counts skipped updates; the same on every rank.
-    `bundles` writes a repro bundle for each bad optimizer step, unless it is None."""
+    `recorders`: those of `recorders_of`."""
 
-    def __init__(self, flags: SafetyFlags, bundles: ReproBundles | None = None):
+    def __init__(self, flags: SafetyFlags, recorders: Sequence[Callable[[BadStep], str]] = ()):
         self.flags = flags
-        self.bundles = bundles
+        self.recorders = recorders
         self._in_a_row = Counter[str]()
         self.skipped = 0  # updates of the run
         self._overflows = Counter[str]()
@@ -55,22 +64,17 @@ class NonFinitePolicy:
         records: Sequence[Any],
         constants: dict[str, Any],
     ) -> None:
-        """Handle the outcome of an optimizer step of `role`. Collective with a fault, which writes
-        a repro bundle of the micro-batches `records`; `constants` are the other numbers that the
-        loss needs."""
+        """Handle the outcome of an optimizer step of `role`, whose micro-batches on this rank are
+        `records`; `constants` are the other numbers that the loss needs. Collective with a
+        fault."""
         self._overflows[role] += result.overflow
         if result.applied:
             self._in_a_row[role] = 0
         if result.fault is None:
             return
-        replay = ""
-        if self.bundles is not None:
-            try:
-                folder = self.bundles.write(role, step, result.fault, engine, records, constants)
-                replay = f" Replay: python -m dschat_ppo.tools.replay {folder}"
-            except StorageError as problem:  # it must not hide the number
-                replay = f" (no repro bundle: {problem})"
-        self._fail(role, f"{role}, step {step}: {result.fault}; its update was skipped", replay)
+        bad_step = BadStep(role, step, result.fault, engine, records, constants)
+        recorded = "".join(record(bad_step) for record in self.recorders)
+        self._fail(role, f"{role}, step {step}: {result.fault}; its update was skipped", recorded)
 
     def is_finite(self, experience: Experience, step: int) -> bool:
         """Whether all numbers of an experience of all ranks are finite: only then it reaches an
@@ -102,19 +106,19 @@ class NonFinitePolicy:
             )
         logger().warning(problem)
 
-    def _fail(self, role: str, problem: str, replay: str) -> None:
-        """Count a failure of `role`, or stop the run."""
+    def _fail(self, role: str, problem: str, recorded: str) -> None:
+        """Count a failure of `role`, or stop the run. `recorded`: the end of the message."""
         self._in_a_row[role] += 1
         self.skipped += 1
         if self.flags.on_nonfinite == "stop":
             advice = "Lower the learning rate, use --dtype fp32, or --on_nonfinite skip."
-            raise NonFiniteError(f"{problem}. {advice}{replay}")
+            raise NonFiniteError(f"{problem}. {advice}{recorded}")
         in_a_row = self._in_a_row[role]
         if in_a_row > self.flags.max_nonfinite_skips:
             raise NonFiniteError(
-                f"{problem}; that makes {in_a_row} in a row (--max_nonfinite_skips).{replay}"
+                f"{problem}; that makes {in_a_row} in a row (--max_nonfinite_skips).{recorded}"
             )
-        logger().warning(f"{problem}.{replay}")
+        logger().warning(f"{problem}.{recorded}")
 
     def metrics(self, *roles: str) -> dict[str, float]:
         """Counts since the start of the run: skipped updates, and fp16 overflows of each role."""
@@ -156,67 +160,3 @@ def bad_rows(record: Any) -> dict[str, int]:
                 bad[name] = places.sum()
     counts = read_scalars(bad)  # one read for all fields
     return {name: int(rows) for name, rows in counts.items() if rows}
-
-
-# the content of a bundle, besides its flags
-MODEL = "model"
-BUNDLE = "bundle.pt"
-
-
-@dataclass(frozen=True)
-class ReproBundles:
-    """Writes repro bundles and keeps the newest `--max_nonfinite_skips` + 1."""
-
-    config: StepConfig
-    tokenizer: PreTrainedTokenizerBase
-
-    def write(
-        self,
-        role: str,
-        step: int,
-        fault: Fault,
-        engine: Engine,
-        records: Sequence[Any],
-        constants: dict[str, Any],
-    ) -> Path:
-        """Write a bundle of the micro-batches of `fault.rank`, and return its folder. Collective:
-        `records` are each rank's own, `constants` the other numbers that the loss needs.
-        `StorageError` on every rank if it fails."""
-        folder = dist.on_main(lambda: self._new_folder(step, fault.rank))
-        save_model(engine, self.tokenizer, folder / MODEL)
-        layout = unwrap(engine).layout
-        state = {
-            "step_name": self.config.kind,
-            "role": role,
-            "step": step,
-            "fault": str(fault),
-            "numbers": fault.losses_or_gradients,
-            "world_size": dist.world_size(),
-            "loss_scale": {self.config.run.dtype: loss_scale(engine)},  # 1 in another number format
-            "layout": {
-                name: getattr(layout, name) for name in ("fused", "packed", "shares", "reads_few")
-            },
-            "records": [[type(record).__name__, tensors_of(record)] for record in records],
-            "constants": constants,
-            "random_state": fault.random_state,
-        }
-        save = storage_errors(folder / BUNDLE)(save_state)
-        dist.on_rank(fault.rank, lambda: save(folder / BUNDLE, state))
-        return folder
-
-    def _new_folder(self, step: int, rank: int) -> Path:
-        """Make the new folder and remove old bundles, on rank 0."""
-        name = f"step_{step:06d}_rank_{rank}"
-        root = Path(self.config.run.folder) / "nonfinite"
-        most = self.config.safety.max_nonfinite_skips + 1
-        with storage_errors(root):
-            folder = root / name
-            count = 1
-            while folder.exists():
-                count += 1
-                folder = root / f"{name}_{count}"
-            folder.mkdir(parents=True)
-            for old in sorted(root.glob("step_*"), key=lambda path: path.stat().st_mtime)[:-most]:
-                remove_folder(old)
-            write_config(flatten(self.config), folder)
-        return folder

@@ -1,12 +1,9 @@
 """Records of three answers for tests."""
 
 from dataclasses import fields
-from types import SimpleNamespace
 
 import torch
 
-from dschat_ppo.config.cli import parse
-from dschat_ppo.nonfinite import ReproBundles
 from dschat_ppo.types import Experience, ScoredRollout, record_of
 
 
@@ -59,11 +56,3 @@ def with_bad(value: float, *places: tuple[int, ...], shape=(3, 3)) -> torch.Tens
     for place in places:
         made[place] = value
     return made
-
-
-def ppo_bundles(folder, *words: str) -> ReproBundles:
-    """Repro bundles of step 3 below `folder`."""
-    flags = "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d".split()
-    return ReproBundles(
-        parse("ppo", [*flags, "--output_dir", str(folder), *words]), SimpleNamespace()
-    )

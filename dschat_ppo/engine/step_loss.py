@@ -26,7 +26,7 @@ class StepLoss:
     rows_of: Callable[[Any], Tensor]
     sums: MetricSums  # the metrics of the step
     metric_prefix: str = ""
-    # numbers of the whole step that a replay of a micro-batch needs, by name
+    # numbers of the whole step that the loss of a micro-batch needs, by name
     constants: Mapping[str, Any] = field(default_factory=dict)
     # of terms: micro-batches of other types, which follow, and the loss of each type
     further_batches: Sequence[Any] = ()

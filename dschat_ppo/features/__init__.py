@@ -19,6 +19,7 @@ FEATURES = (
     "environments",
     "process_rewards",
     "ptx",
+    "replay",
     "router",
     "sequence_parallel",
     "sleep",

@@ -24,7 +24,7 @@ from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.features import hooks
 from dschat_ppo.models.micro_batches import share_prompts
 from dschat_ppo.monitor.rollout_metrics import experience_metrics
-from dschat_ppo.nonfinite import NonFinitePolicy, ReproBundles
+from dschat_ppo.nonfinite import NonFinitePolicy, recorders_of
 from dschat_ppo.ppo.advantages import AdvantageComputation, advantage_terms, early_rewards_of
 from dschat_ppo.ppo.collect import ExperienceCollection
 from dschat_ppo.ppo.followers import followers_of_run
@@ -85,7 +85,7 @@ class PPOComponents:
         self.data_sources = data.rows.sources
         self.state = PPOState()
         self.clock = PhaseClock()
-        self.nonfinite = NonFinitePolicy(config.safety, ReproBundles(config, data.tokenizer))
+        self.nonfinite = NonFinitePolicy(config.safety, recorders_of(config, data.tokenizer))
         seed = config.run.seed
         prompts = data.rows.train
         # The sampler is built before the seeds are set, since its self-check draws random numbers.

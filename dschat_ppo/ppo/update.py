@@ -254,8 +254,7 @@ def _is_above(limit: float | None, name: str, sums: MetricSums, consequence: str
 
 
 def _constants(minibatch: MiniBatch) -> dict[str, Any]:
-    """The numbers of a mini-batch that belong to the whole optimizer step, under their names in
-    repro bundles."""
+    """The numbers of a mini-batch that belong to the whole optimizer step, by name."""
     return {
         "denominators": asdict(minibatch.denominators),
         "value_tokens": minibatch.value_tokens,

@@ -36,7 +36,7 @@ from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.vocabulary import check_vocabulary
 from dschat_ppo.models.weight_headers import checkpoint_shapes
 from dschat_ppo.monitor.writers import write_result
-from dschat_ppo.nonfinite import NonFinitePolicy, ReproBundles
+from dschat_ppo.nonfinite import NonFinitePolicy, recorders_of
 from dschat_ppo.run.output_folder import KeptModels, remove_checkpoints
 from dschat_ppo.run.run_models import check_further_models, check_language_model
 from dschat_ppo.run.session import Session, begin_run, end_dry_run, naming, open_session
@@ -129,7 +129,7 @@ def begin_supervised_run(config: FitConfig, name: str, title: str) -> Supervised
         output=output,
         session=session,
         ds_config=ds_config,
-        nonfinite=NonFinitePolicy(config.safety, ReproBundles(config, tokenizer)),
+        nonfinite=NonFinitePolicy(config.safety, recorders_of(config, tokenizer)),
         adapter=adapter,
         config=config,
     )

@@ -66,7 +66,7 @@ from dschat_ppo.types import Engine
 class SupervisedTrainer(Generic[Batch]):
     """Trains one model on rows. A `Resumable`: its state can be saved between two optimizer steps.
     `ds_config` is what the model was built with. Without `nonfinite`, NaN and infinity stop the run
-    without a repro bundle."""
+    and are not recorded."""
 
     def __init__(
         self,

@@ -1,23 +1,18 @@
 """`--on_nonfinite`: stop at the first failure, or skip a limited number of updates in a row. Rows
-of a PPO step with a number that is not finite reach no update. Repro bundles are written, read
-back, bounded in number, refused if damaged."""
+of a PPO step with a number that is not finite reach no update."""
 
 import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_experience import experience, ppo_bundles, with_bad
+from tiny_experience import experience, with_bad
 
 from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.engine.optimizer_step import Fault, StepResult
-from dschat_ppo.errors import NonFiniteError, StorageError, UserError
-from dschat_ppo.models.backbone import Layout
+from dschat_ppo.errors import NonFiniteError
 from dschat_ppo.nonfinite import NonFinitePolicy, bad_rows
-from dschat_ppo.tools.replay_bundle import read_bundle
-from dschat_ppo.types import tensors_of
 
 NAN, INF = math.nan, math.inf
 BAD = StepResult(INF, applied=False, fault=Fault("loss", 0, 1, [[0.5, NAN, 2.0]], []))
@@ -26,8 +21,8 @@ OVERFLOW = StepResult(INF, applied=False, overflow=True)
 SKIPPED = StepResult(INF, applied=False)
 
 
-def policy_of(how: str = "skip", most: int = 1, bundles=None) -> NonFinitePolicy:
-    return NonFinitePolicy(SafetyFlags(on_nonfinite=how, max_nonfinite_skips=most), bundles)
+def policy_of(how: str = "skip", most: int = 1, recorders=()) -> NonFinitePolicy:
+    return NonFinitePolicy(SafetyFlags(on_nonfinite=how, max_nonfinite_skips=most), recorders)
 
 
 def handle(policy: NonFinitePolicy, *results: StepResult, role: str = "actor") -> None:
@@ -58,27 +53,18 @@ def test_counts_survive_a_resume():
         handle(second, BAD)
 
 
-def test_a_stop_and_a_skip_name_the_place_and_the_replay_command(said):
-    bundles = SimpleNamespace(write=lambda *given: f"nonfinite/{given[0]}_{given[1]}")
+def test_a_stop_and_a_skip_name_the_place_and_what_is_recorded(said):
+    recorders = [lambda bad: f" Recorded: {bad.role} {bad.step}", lambda bad: "."]
     with pytest.raises(
         NonFiniteError,
-        match=r"^critic, step 3: the loss is not finite \(rank 0, micro-batch 1\); .* Rep",
+        match=r"^critic, step 3: the loss is not finite \(rank 0, micro-batch 1\); .* Recorded: c",
     ):
-        handle(policy_of("stop", bundles=bundles), OVERFLOW, SKIPPED, BAD, role="critic")
-    handle(policy_of(bundles=bundles), BAD)
+        handle(policy_of("stop", recorders=recorders), OVERFLOW, SKIPPED, BAD, role="critic")
+    handle(policy_of(recorders=recorders), BAD)
     assert said == [
         "actor, step 1: the loss is not finite (rank 0, micro-batch 1); its update was skipped. "
-        "Replay: python -m dschat_ppo.tools.replay nonfinite/actor_1"
+        "Recorded: actor 1."
     ]
-
-
-def test_an_output_folder_that_cannot_be_written_does_not_hide_the_failure(tmp_path):
-    (tmp_path / "nonfinite").write_text("in the way")
-    with pytest.raises(
-        NonFiniteError,
-        match="the loss is not finite.*no repro bundle: .*nonfinite: cannot be written",
-    ):
-        handle(policy_of("stop", bundles=ppo_bundles(tmp_path)), BAD)
 
 
 def test_good_rows_end_a_row_of_skips(said):
@@ -127,76 +113,3 @@ def test_rows_are_checked_inside_the_response_mask_and_where_a_loss_uses_them():
         )
     )
     assert found == {"advantages": 1, "scores": 2}
-
-
-FAULT = Fault("loss", 0, 1, [[0.5, NAN, 2.0]], [torch.get_rng_state()])
-
-
-@pytest.fixture
-def no_model(monkeypatch):
-    monkeypatch.setattr("dschat_ppo.nonfinite.save_model", lambda *_: None)
-
-
-def write(bundles, step=1, records=(), **constants) -> Path:
-    engine = SimpleNamespace(
-        module=SimpleNamespace(layout=Layout(packed=True)), fp16_enabled=lambda: False
-    )
-    return bundles.write("actor", step, FAULT, engine, list(records), constants)
-
-
-def test_a_bundle_round_trips(no_model, tmp_path):
-    rows = experience(advantages=with_bad(NAN, (0, 1)))
-    folder = write(ppo_bundles(tmp_path), 12, [rows, rows], x=INF)
-    assert folder == tmp_path / "nonfinite/step_000012_rank_0"
-    what, records = read_bundle(folder)
-    assert (what["step"], what["role"], what["constants"]) == (12, "actor", {"x": INF})
-    assert (what["fault"], what["layout"]["packed"]) == (
-        "the loss is not finite (rank 0, micro-batch 1)",
-        True,
-    )
-    columns = tensors_of(records[1])
-    assert columns.keys() == tensors_of(rows).keys()
-    for name, value in tensors_of(rows).items():
-        assert torch.equal(value.nan_to_num(7.5), columns[name].nan_to_num(7.5)), name
-    assert torch.equal(what["random_state"][0], FAULT.random_state[0])
-
-
-def test_the_newest_bundles_are_kept(no_model, tmp_path):
-    bundles = ppo_bundles(tmp_path, "--max_nonfinite_skips", "2")
-    names = [write(bundles, step).name for step in (3, 3, 4, 5)]
-    assert names == [
-        "step_000003_rank_0",
-        "step_000003_rank_0_2",
-        "step_000004_rank_0",
-        "step_000005_rank_0",
-    ]
-    assert sorted(path.name for path in (tmp_path / "nonfinite").iterdir()) == names[1:]
-
-
-def test_a_bundle_that_cannot_be_saved_is_one_error(no_model, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "no space left on device")
-
-    monkeypatch.setattr("dschat_ppo.nonfinite.save_state", full)
-    with pytest.raises(StorageError, match="no space left on device"):
-        write(ppo_bundles(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("damage", "problem"),
-    [
-        ("cut", "bundle.pt: cannot be loaded"),
-        ("bundle.pt", "bundle.pt is missing or not a file"),
-        ("config.yaml", "config.yaml is missing or not a file"),
-    ],
-)
-def test_damaged_bundles_are_refused(no_model, tmp_path, damage, problem):
-    folder = write(ppo_bundles(tmp_path))
-    if damage == "cut":
-        (folder / "bundle.pt").write_bytes((folder / "bundle.pt").read_bytes()[:-9])
-    else:
-        (folder / damage).unlink()
-    with pytest.raises(UserError, match=problem):
-        read_bundle(folder)
-    with pytest.raises(UserError, match="is missing or not a file.; a run keeps its newest"):
-        read_bundle(tmp_path / "nonfinite/step_000002_rank_0")

@@ -22,7 +22,6 @@ from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.score import texts_of
 from dschat_ppo.ppo.token_losses import ActorLoss, critic_loss
-from dschat_ppo.tools.replay_bundle import read_bundle
 from dschat_ppo.types import Experience, MinimumLength, RewardedRollout, record_of, tensors_of
 
 ONE_UPDATE = "--per_device_training_batch_size 4 --ppo_epochs 1 --micro_batch_tokens 24"
@@ -180,14 +179,17 @@ def test_a_value_loss_that_is_not_finite_skips_the_critic_alone(assets, tmp_path
     run = PlainRun(assets, tmp_path / "run", f"{ONE_UPDATE} {SKIP}")
     weight = run.ppo.engines.critic.module.classifier.score.weight
     weight.register_hook(lambda grad: grad * math.nan if run.ppo.state.steps == 1 else grad)
+    bad_steps = []
+    run.ppo.nonfinite.recorders = [lambda bad_step: bad_steps.append(bad_step) or ""]
     run.run()
     second = run.lines[1]
     assert second["optim/nonfinite_skipped"] == 1 and second["optim/grad_norm/actor"] > 0
     assert "optim/grad_norm/critic" not in second
-    [folder] = (tmp_path / "run/nonfinite").iterdir()
-    what, records = read_bundle(folder)
-    assert what["role"] == "critic" and what["fault"].startswith("the gradient is not finite")
-    assert all(type(record) is RewardedRollout and record.values is None for record in records)
+    [bad_step] = bad_steps
+    assert bad_step.role == "critic"
+    assert str(bad_step.fault).startswith("the gradient is not finite")
+    for record in bad_step.records:
+        assert type(record) is RewardedRollout and record.values is None
 
 
 MINIBATCH = MiniBatch(

@@ -6,7 +6,7 @@ import re
 import pytest
 from launch import forked, succeed
 
-from dschat_ppo.tools.replay import main
+from dschat_ppo.features import hooks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -86,7 +86,8 @@ def test_bundles_are_bounded_and_replay_in_one_process(found, out, capsys):
     folders = sorted(path.name for path in (out / "skip/nonfinite").iterdir())
     # --max_nonfinite_skips and one
     assert folders == [f"step_00000{step}_rank_{rank}" for step in (5, 6)]
-    assert main([str(out / "skip/nonfinite" / folders[1])]) == 0
+    [programs] = hooks("programs.PROGRAMS")
+    assert programs["replay"]([str(out / "skip/nonfinite" / folders[1])]) == 0
     said = capsys.readouterr().out
     assert "loss nan" in said
     assert re.search(r"advantages is not finite in \d+ of its rows", said)

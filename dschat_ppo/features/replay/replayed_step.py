@@ -22,12 +22,13 @@ from dschat_ppo.data.batches import SFTBatch
 from dschat_ppo.engine.optimizer_step import set_random_state
 from dschat_ppo.errors import UserError
 from dschat_ppo.features import hooks
+from dschat_ppo.features.replay.bad_steps import BUNDLE, MODEL
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.loading import ModelChanges, load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.nonfinite import BUNDLE, MODEL, bad_rows
+from dschat_ppo.nonfinite import bad_rows
 from dschat_ppo.ppo.loss_terms import loss_terms
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.token_losses import ActorLoss, critic_loss

@@ -21,15 +21,16 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import SFTBatch
 from dschat_ppo.data.supervised_batches import LabelledBatch, PairBatch
 from dschat_ppo.engine.optimizer_step import Fault, random_state
+from dschat_ppo.features.replay.bad_steps import ReproBundles
+from dschat_ppo.features.replay.programs import main
+from dschat_ppo.features.replay.replayed_step import first_bad_output
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel, Teaching
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.nonfinite import ReproBundles
+from dschat_ppo.nonfinite import BadStep
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.token_losses import ActorLoss, critic_loss
 from dschat_ppo.supervised.sft import SFTTerm, sft_loss
-from dschat_ppo.tools.replay import main
-from dschat_ppo.tools.replay_bundle import first_bad_output
 from dschat_ppo.types import Experience, MinimumLength, RewardedRollout
 
 POISON = 301  # a token whose embedding is not finite in a poisoned model
@@ -71,7 +72,7 @@ def bundle(assets, out, step, role, engine, records, constants, words=()) -> str
         config_of(assets, out, step, *words), AutoTokenizer.from_pretrained(assets / "lm")
     )
     fault = Fault("loss", 0, len(records) - 1, [], random_state())
-    return str(bundles.write(role, 7, fault, engine, records, constants))
+    return str(bundles.write(BadStep(role, 7, fault, engine, records, constants)))
 
 
 def ids(*rows: list[int]) -> torch.Tensor:
@@ -289,7 +290,9 @@ def losses_of_texts(config, model, constants, sums):
 def test_losses_of_actor_and_critic_match_the_run(assets, tmp_path, capsys, monkeypatch, scored):
     """In a PPO step of one optimizer step, the pass of the update gives old log-probs and
     values."""
-    monkeypatch.setattr("dschat_ppo.tools.replay_bundle.hooks", lambda name: [losses_of_texts])
+    monkeypatch.setattr(
+        "dschat_ppo.features.replay.replayed_step.hooks", lambda name: [losses_of_texts]
+    )
     config = config_of(assets, tmp_path, "ppo")
     actor, critic, rows = engine_of("policy"), engine_of("scalar"), experience()
     loss = ActorLoss(
@@ -331,9 +334,9 @@ def test_the_model_uses_the_kernels_and_the_attention_of_the_run(
 ):
     engine = engine_of("policy")
     engine.module.layout, used = Layout(fused=False, packed=True, shares=True), []
-    monkeypatch.setattr("dschat_ppo.tools.replay_bundle.set_random_state", lambda _: None)
+    monkeypatch.setattr("dschat_ppo.features.replay.replayed_step.set_random_state", lambda _: None)
     monkeypatch.setattr(
-        "dschat_ppo.tools.replay_bundle.loss_function",
+        "dschat_ppo.features.replay.replayed_step.loss_function",
         lambda _, __, model: used.append(model.layout),
     )
     eager, sdpa = (
