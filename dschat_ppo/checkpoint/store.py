@@ -28,11 +28,11 @@ from dschat_ppo.common.atomic_files import (
 )
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import StorageError, UserError
+from dschat_ppo.features import hooks
 
 FORMAT = 2  # of the files of a checkpoint; raise it when they change. 1: DeepSpeed's own files
 MANIFEST, LATEST = "manifest.json", "latest"
 SET_ASIDE = ".set_aside"
-JOURNAL = "environment"  # next to the checkpoints: what environments answered since the oldest one
 _SEAL = "sha256"  # of the manifest itself
 _NAME = re.compile(r"step_(\d+)(?:_update_(\d+))?")
 
@@ -243,7 +243,9 @@ class CheckpointFolder:
         for name in self.names():
             self._remove(name)
         (self.root / LATEST).unlink(missing_ok=True)
-        remove_folder(self.root / JOURNAL)
+        for names in hooks("checkpoint_folders.FOLDERS"):  # of a feature, next to the checkpoints
+            for name in names:
+                remove_folder(self.root / name)
         if self.root.is_dir() and not any(self.root.iterdir()):
             self.root.rmdir()
 

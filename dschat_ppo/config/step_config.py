@@ -353,6 +353,13 @@ def feature_groups(command: str) -> list[Any]:
     return [flags[command] for flags in hooks("flags.FLAGS") if command in flags]
 
 
+def described_features(command: str) -> str:
+    """What the features say of a tool in its help. They offer it as `flags.DESCRIPTIONS`, by the
+    tool."""
+    descriptions = [by_command.get(command, "") for by_command in hooks("flags.DESCRIPTIONS")]
+    return "".join(descriptions)
+
+
 def without_effect(command: str) -> dict[str, str]:
     """The flags of features that have no effect in a tool -> the reason. A feature offers them as
     `flags.WITHOUT_EFFECT`, by the tool."""

@@ -11,6 +11,7 @@ from dschat_ppo.common.processes import deny_access_to_memory
 from dschat_ppo.config.ppo_flags import RewardSourceFlags
 from dschat_ppo.data.examples import TRUTH
 from dschat_ppo.errors import UserError
+from dschat_ppo.features import hooks
 from dschat_ppo.rewards.call_forms import Signature, missing_columns
 from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, parse_function
 from dschat_ppo.rewards.remote_reward import RemoteReward, usable_urls
@@ -65,13 +66,11 @@ def check_columns(functions: Sequence[CheckedFunction], flag: str, rows: Sequenc
 
 
 def _refuse_missing(spec: FunctionSpec, flag: str, name: str, columns: Sequence[str]) -> NoReturn:
-    """Refuse a function whose argument `name` has no column."""
-    if name == "environments":
-        raise UserError(
-            f"{spec}: its argument 'environments' are TRL's environment objects, which live in"
-            " processes of their own here; compute the score in the environment's get_reward(),"
-            " which --environment_reward_weight weighs, and omit this function"
-        )
+    """Refuse a function whose argument `name` has no column. A feature offers sentences about
+    arguments that it knows as `reward_arguments.REFUSED`."""
+    for sentences in hooks("reward_arguments.REFUSED"):
+        if name in sentences:
+            raise UserError(f"{spec}: {sentences[name]}")
     remedy = f"rename the argument, give it a default, or set it with ?{name}=VALUE"
     if spec.rule is not None:
         remedy = "give the rows this column"

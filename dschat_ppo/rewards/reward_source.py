@@ -205,7 +205,7 @@ class RewardMixture:
     `routes`: its own name -> the data sources of which it scores rows, for sources without workers.
 
     With `default` None, a response has no score if no source scores it, if a source with a weight
-    failed on it, or if its environment failed: a sum without one part is no fair rival of others.
+    failed on it, or if it `failed` in a feature: a sum without one part is no fair rival of others.
     With a number, a source gives that to a response on which it failed, and a response that no
     source scores has it in place of the sum."""
 

@@ -5,10 +5,8 @@
 /help lists the commands. A and B are model folders, adapter folders or hub names. Messages are
 rendered with the chat template of the tokenizer; without one, or with --apply_chat_template False
 for a model of text prompts, the texts of the conversation are joined as they are, and the model
-continues them. The model can call --tools and those of an
---environment. An environment without tools takes the part of the user: each message begins an
-episode. If input or output is not a terminal, each line of the input is a message and answers are
-plain lines.
+continues them. If input or output is not a terminal, each line of the input is a message and
+answers are plain lines.
 """
 
 from __future__ import annotations
@@ -23,7 +21,12 @@ from dataclasses import replace
 from dschat_ppo.common.exit_codes import DONE
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.flag_parser import FlagParser, add_groups, values_of
-from dschat_ppo.config.step_config import FeatureFlags, feature_groups, without_effect
+from dschat_ppo.config.step_config import (
+    FeatureFlags,
+    described_features,
+    feature_groups,
+    without_effect,
+)
 from dschat_ppo.errors import UserError
 from dschat_ppo.features import hooks
 from dschat_ppo.tools import exit_code_of
@@ -39,7 +42,7 @@ def chat_parser() -> FlagParser:
     """The parser of the command line."""
     parser = FlagParser(
         prog="python -m dschat_ppo.tools.chat",
-        description=__doc__,
+        description=f"{__doc__}{described_features('chat')}",
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

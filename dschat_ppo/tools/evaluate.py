@@ -9,9 +9,7 @@ answer is scored by the weighted sum of the reward sources, which are those of s
 shows the mean score, pass@k, and the win rate against the first model (a tie counts half) with
 Wilson's 95 % interval. An answer passes if its score is at least --pass_score. Sampled answers and
 their scores vary with --seed. Without a reward source there are no scores, and --show prints the
-answers. Without --truncation, prompts beyond --max_prompt_seq_len are dropped, as in step 3. With
-tools or an environment an answer is an episode, as in step 3; --max_tokens counts all tokens after
-its prompt.
+answers. Without --truncation, prompts beyond --max_prompt_seq_len are dropped, as in step 3.
 """
 
 from __future__ import annotations
@@ -32,6 +30,7 @@ from dschat_ppo.config.ppo_flags import RewardSourceFlags
 from dschat_ppo.config.schema import flag, not_negative, positive
 from dschat_ppo.config.step_config import (
     FeatureFlags,
+    described_features,
     feature_groups,
     features_give_rewards,
     without_effect,
@@ -93,7 +92,9 @@ class ToolFlags:
 def evaluation_request(argv: Sequence[str]) -> EvaluationRequest:
     """What the command line asks for; `UserError` if its flags do not fit each other."""
     parser = flag_parser(
-        [ToolFlags], prog="python -m dschat_ppo.tools.evaluate", description=__doc__
+        [ToolFlags],
+        prog="python -m dschat_ppo.tools.evaluate",
+        description=f"{__doc__}{described_features('evaluate')}",
     )
     parser.usage = f"{parser.prog} --model M [M ...] --data_path DATA [flag ...]"
     add_sampling_flags(parser)

@@ -127,6 +127,16 @@ class EnvironmentFlags:
 
 FLAGS = {"ppo": EnvironmentFlags, "evaluate": EnvironmentFlags, "chat": EnvironmentFlags}
 REWARDING = ("--environment", "--tool_config", "--agent_func_path")
+DESCRIPTIONS = {
+    "evaluate": (
+        "With tools or an environment an answer is an episode, as in step 3; --max_tokens counts"
+        " all\ntokens after its prompt.\n"
+    ),
+    "chat": (
+        "The model can call --tools and those of an --environment. An environment without tools"
+        " takes the\npart of the user: each message begins an episode.\n"
+    ),
+}
 WITHOUT_EFFECT = {
     "evaluate": {"turn_reward": "has no effect here, where nothing trains; omit it"},
     "chat": dict.fromkeys(

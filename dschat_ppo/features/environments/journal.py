@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dschat_ppo.checkpoint.store import JOURNAL, CheckpointFolder
+from dschat_ppo.checkpoint.store import CheckpointFolder
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import (
     checksum,
@@ -28,6 +28,7 @@ from dschat_ppo.common.atomic_files import (
     sync_file,
 )
 from dschat_ppo.errors import reading
+from dschat_ppo.features.environments.checkpoint_folders import JOURNAL
 from dschat_ppo.features.environments.environments import Turn
 from dschat_ppo.features.environments.episode_processes import ENDED, Episodes
 from dschat_ppo.rewards.worker_pool import CallError

@@ -3,7 +3,9 @@
 import pytest
 
 from dschat_ppo.config.cli import parse
+from dschat_ppo.config.ppo_flags import RewardSourceFlags
 from dschat_ppo.errors import UserError
+from dschat_ppo.rewards.build_rewards import check_columns, check_sources
 from dschat_ppo.tools import chat, evaluate
 
 NEEDED = "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d".split()
@@ -72,3 +74,13 @@ def test_a_wrong_evaluation_is_refused_in_a_line(assets, words, said, capsys):
     assert evaluate.main(words.format(**places).split()) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and said in error
+
+
+def test_a_reward_function_that_takes_environments_is_told_where_they_are(tmp_path):
+    path = tmp_path / "f.py"
+    path.write_text("def f(completions, environments): return [1.0] * len(completions)")
+    functions = check_sources(
+        RewardSourceFlags(use_reward_model=False, reward_function=[f"{path}:f"])
+    )
+    with pytest.raises(UserError, match="which live in processes of their own here"):
+        check_columns(functions, "--data_path", ['{"prompt": "a"}'])

@@ -501,3 +501,11 @@ def test_files_a_cut_line_other_ranks_and_steps_that_never_run_again(tmp_path):
         "the cut line is gone"
     )
     assert sorted(path.name[5:11] for path in folder.iterdir()) == ["000002", "000003", "000003"]
+
+
+def test_the_answers_go_with_the_checkpoints(tmp_path):
+    first, _ = episodes_of(tmp_path)
+    live(first, "x")
+    first.end_all()
+    CheckpointFolder(tmp_path).remove_all()
+    assert not (tmp_path / "checkpoints").exists()
