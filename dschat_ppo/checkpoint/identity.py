@@ -100,8 +100,6 @@ HARMLESS = frozenset(
         "rollout_rows",
         "rollout_engine",
         "unpin_actor_parameters",
-        "inference_tp_size",
-        "tp_gather_partition_size",
         "deterministic",
         "offload_activations",
         "attn_implementation",

@@ -26,6 +26,7 @@ from dschat_ppo.config.step_config import (
 )
 from dschat_ppo.config.supervised_config import DPOConfig, PreferenceConfig, SFTConfig
 from dschat_ppo.errors import UserError, reading
+from dschat_ppo.features import hooks
 
 STEPS: dict[str, type[StepConfig]] = {
     "sft": SFTConfig,
@@ -222,6 +223,8 @@ def unused_flag_notes(step_name: str, config: StepConfig) -> list[str]:
     defaults = defaults_of(step)
     values = flatten(config)
     reasons = WITHOUT_EFFECT | step.own_notes | config.run.idle() | config.idle()
+    for idle in hooks("refusals.idle"):  # flags of a feature without effect -> the reason
+        reasons |= idle(config)
     if values["validate_only"]:
         for name in _TRAINING_FLAGS:
             if name in values:

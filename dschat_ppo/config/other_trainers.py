@@ -103,7 +103,6 @@ THEIR_NAMES = {
     "offload_activations": "activation_offloading",
     "offload_optimizer": "adam_offload",
     "zero_hpz_partition_size": "zpg",
-    "inference_tp_size": "vllm_tensor_parallel_size",
     "gradient_checkpointing": "gradient_checkpointing_enable",
     "deterministic": "full_determinism full_determinism_enable",
     "dtype": "param_dtype",

@@ -145,12 +145,6 @@ class PPOConfig(StepConfig):
     def _check_memory(self) -> None:
         """Refuse flags of memory that exclude each other or need another ZeRO stage."""
         ppo = self.ppo
-        ranks_of_group = self.ppo_memory.inference_tp_size
-        if ranks_of_group > 1 and ppo.unpin_actor_parameters:
-            raise UserError(
-                f"--inference_tp_size {ranks_of_group} divides the layers, and"
-                " --unpin_actor_parameters gathers each layer whole; use one of the two"
-            )
         can_quantise = (
             ppo.actor_zero_stage == 3 and self.lora.actor_lora_dim > 0 and self.run.dtype == "fp16"
         )
@@ -351,8 +345,6 @@ class PPOConfig(StepConfig):
             reasons["offload_reference_model"] = "the reference uses the actor's frozen weights"
         if self.lora.share_base:
             reasons["offload_reward_model"] = "the reward model uses the actor's frozen weights"
-        if self.ppo_memory.inference_tp_size == 1:
-            reasons["tp_gather_partition_size"] = "no layers are divided: --inference_tp_size is 1"
         return reasons
 
     @property

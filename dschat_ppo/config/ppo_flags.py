@@ -253,14 +253,6 @@ class PPOLoraFlags:
 class PPOMemoryFlags:
     """Memory of step 3."""
 
-    inference_tp_size: int = positive(
-        1,
-        "number of ranks that generate together, each with a part of every decoder layer (tensor"
-        " parallelism), for an actor that does not fit on one device; 1 = off",
-    )
-    tp_gather_partition_size: int = positive(
-        8, "decoder layers that --inference_tp_size gathers at a time to divide them"
-    )
     enable_mixed_precision_lora: bool = flag(
         False,
         "hold the actor's frozen weights under LoRA in 8 bits (ZeRO++; needs --actor_zero_stage 3,"

@@ -11,16 +11,13 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 from transformers import PreTrainedModel
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.logging import logger
 from dschat_ppo.engine.build_engine import whole_weights
-from dschat_ppo.engine.tensor_parallel import TensorParallel, is_missing, sharded_layers
-from dschat_ppo.errors import UserError, attempt
-from dschat_ppo.models.backbone import of_any_rank, unfit
-from dschat_ppo.models.wrapped_models import PolicyModel, vocabulary_size
+from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.types import Engine
 
 # (model, weights that need not be restored) -> a context in which adapters are merged
@@ -32,16 +29,39 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 @dataclass(frozen=True)
+class Division:
+    """How the ranks of a group hold the actor's layers together while they generate.
+
+    Attributes:
+        group: the ranks, which then make the same forward passes.
+        rank: the place of this rank in the group.
+        divided: (model) -> a context in which the model has this rank's shards of its layers;
+            forward passes inside are collective over the group.
+        check: (hybrid engine) -> raises `UserError` unless divided layers compute what whole ones
+            do. Collective.
+    """
+
+    group: dist.Group
+    rank: int
+    divided: Callable[[PreTrainedModel], AbstractContextManager[None]]
+    check: Callable[[HybridEngine], None]
+
+
+@dataclass(frozen=True)
 class GenerationChange:
     """What a feature changes while the actor generates.
 
     Attributes:
         around: a context that surrounds generation; it is entered before weights are gathered.
         originals_on_host: the originals of weights with merged adapters wait in host memory.
+        by_layer: ZeRO-3 gathers the weights one layer at a time.
+        division: divides the layers over ranks.
     """
 
     around: Around | None = None
     originals_on_host: bool = False
+    by_layer: bool = False
+    division: Division | None = None
 
 
 class HybridEngine:
@@ -62,7 +82,7 @@ class HybridEngine:
             model, and those weights that are dropped after the exit and need not be restored.
             Requires `pinned`.
         around: contexts that surround generation; they are entered before weights are gathered.
-        parallel: divide the layers over the ranks of a group, which then generate together; forward
+        division: divide the layers over the ranks of a group, which then generate together; forward
             passes are collective over the group. Requires `pinned`.
 
     Raises:
@@ -75,16 +95,16 @@ class HybridEngine:
         pinned: bool = True,
         merge: Merge | None = None,
         around: Sequence[Around] = (),
-        parallel: TensorParallel | None = None,
+        division: Division | None = None,
     ):
         self.engine = engine
         self.around = around
-        self.parallel = parallel
+        self.division = division
         self._merge = merge
         self._whole_weights = whole_weights(engine)
         is_partitioned = any(map(dist.is_partitioned, self.model.parameters()))
         self._gathers_by_layer = not pinned and is_partitioned and self._whole_weights is None
-        if merge is not None and (self._gathers_by_layer or parallel):
+        if merge is not None and (self._gathers_by_layer or division):
             raise ValueError(
                 "adapters cannot be merged into weights that are divided or gathered layer by layer"
             )
@@ -102,8 +122,8 @@ class HybridEngine:
         """If forward passes are collective, a collective over the same ranks that returns the
         maximum of an integer."""
         group = None
-        if self.parallel is not None:
-            group = self.parallel.group
+        if self.division is not None:
+            group = self.division.group
         elif not self._gathers_by_layer:
             return None
 
@@ -124,8 +144,8 @@ class HybridEngine:
                 stack.enter_context(around())
             if self._whole_weights is not None:
                 self._whole_weights.gather()
-            if self.parallel is not None:
-                stack.enter_context(sharded_layers(model, self.parallel))
+            if self.division is not None:
+                stack.enter_context(self.division.divided(model))
             missing: list[Any] = []
             if not self._gathers_by_layer:
                 missing = [
@@ -144,48 +164,10 @@ class HybridEngine:
             finally:
                 model.train(was_training)
 
-    def check_sharded_layers(self) -> None:
-        """Require divided layers to give the log-probs of whole ones, up to rounding. Collective;
-        called once, before the first rollout.
 
-        Raises:
-            UserError: they differ, or the model fails with divided layers.
-        """
-        if self.parallel is None:
-            return
-        model = self.model
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, vocabulary_size(model), (2, 12), generator=generator)
-        ids = ids.to(dist.device())
-        was_training = model.training
-        self.engine.eval()
-        with torch.no_grad():
-            whole_logprobs = model(ids, use_cache=False).logits.float().log_softmax(dim=-1)
-        self.engine.train(was_training)
-        logprobs = torch.full_like(whole_logprobs, torch.inf)
-        with attempt() as tried, self.generating() as sharded:
-            logprobs = sharded(ids, use_cache=False).logits.float().log_softmax(dim=-1)
-        error = of_any_rank(unfit(tried), ids.device)
-        likeliest = whole_logprobs.argmax(dim=-1, keepdim=True)
-        differences = logprobs.gather(2, likeliest) - whole_logprobs.gather(2, likeliest)
-        mean_difference = differences.abs().mean()
-        # the largest of all ranks, so that all of them decide alike
-        difference = float(dist.all_reduce(mean_difference, "max"))
-        tolerance = 0.3
-        if model.dtype == torch.float32:
-            tolerance = 1e-3
-        name = type(model).__name__
-        size = self.parallel.size
-        if error or not difference <= tolerance:
-            problem = error or f"log-probs differ from those of whole layers by {difference:.2g}"
-            raise UserError(
-                f"--inference_tp_size {size}: with divided layers of {name} {problem}; use"
-                " --unpin_actor_parameters"
-            )
-        logger().info(
-            f"rollout: {name} divided over {size} ranks agrees with the whole layers"
-            f" ({difference:.1e})"
-        )
+def is_missing(weight: Any) -> bool:
+    """Whether a ZeRO-3 parameter has to be gathered; small ones are whole on every rank."""
+    return dist.is_partitioned(weight) and weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
 
 
 @contextmanager

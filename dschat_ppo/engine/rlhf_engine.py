@@ -23,7 +23,6 @@ from dschat_ppo.engine.build_engine import (
 from dschat_ppo.engine.ds_config import Config, config_of_run, eval_config
 from dschat_ppo.engine.hybrid_engine import HybridEngine, Merge
 from dschat_ppo.engine.shared_base import classifier_over_base, model_over_base
-from dschat_ppo.engine.tensor_parallel import reason_not_to_shard, tensor_parallel
 from dschat_ppo.features import hooks
 from dschat_ppo.models.adapter_merging import adapters_merged
 from dschat_ppo.models.adapters import adapter_settings
@@ -275,7 +274,6 @@ class RLHFEngine:
         """What switches the actor to generation, with whole weights, with layers that are divided
         over ranks, or with layers that are gathered one at a time, as the flags ask."""
         config = self._config
-        memory = config.ppo_memory
         lora_dim = config.lora.actor_lora_dim
         # A feature offers `generation.generation_change(config, engines)`: a `GenerationChange`, or
         # None.
@@ -284,22 +282,18 @@ class RLHFEngine:
             change = generation_change(config, self)
             if change is not None:
                 changes.append(change)
-        parallel = None
+        division = None
         gathers_by_layer = config.ppo.unpin_actor_parameters
-        if memory.inference_tp_size > 1:
-            if reason_not_to_shard(self.actor.module.config, lora_dim) is not None:
-                gathers_by_layer = True
-            else:
-                parallel = tensor_parallel(
-                    memory.inference_tp_size, memory.tp_gather_partition_size
-                )
+        for change in changes:
+            division = division or change.division
+            gathers_by_layer = gathers_by_layer or change.by_layer
         merge: Merge | None = None
         are_whole = not gathers_by_layer or self._actor_stage != 3
         if lora_dim > 0 and are_whole:  # adapters merge into whole weights only
             on_host = any(change.originals_on_host for change in changes)
             merge = partial(adapters_merged, originals_on_host=on_host)
         around = [change.around for change in changes if change.around is not None]
-        return HybridEngine(self.actor, not gathers_by_layer, merge, around, parallel)
+        return HybridEngine(self.actor, not gathers_by_layer, merge, around, division)
 
     @property
     def all_engines(self) -> list[Engine]:

@@ -23,6 +23,7 @@ FEATURES = (
     "router",
     "sequence_parallel",
     "sleep",
+    "tensor_parallel",
 )
 
 

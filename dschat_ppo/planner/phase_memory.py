@@ -10,7 +10,6 @@ from transformers import PretrainedConfig
 from dschat_ppo.config.batch_plan import PPOPlan, tokens_on_cpu
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.step_config import StepConfig
-from dschat_ppo.engine.tensor_parallel import reason_not_to_shard
 from dschat_ppo.features import hooks
 from dschat_ppo.models.micro_batches import COPIED, sharing_pays
 from dschat_ppo.planner.role_memory import (
@@ -52,6 +51,14 @@ class Phase:
             if on_host in (None, entry_on_host):
                 total += size
         return total
+
+
+@dataclass(frozen=True)
+class GatheredLayers:
+    """How generation holds the actor's layers."""
+
+    by_layer: bool = False  # at stage 3 gathered one at a time
+    shards: int = 1  # ranks that divide each layer
 
 
 def steady_phase(name: str, config: StepConfig, roles: Sequence[Role]) -> Phase:
@@ -167,8 +174,8 @@ def rollout_phase(
 ) -> tuple[Phase, int]:
     """Generation: its peak, and the number of sequences that a rank decodes at a time.
 
-    At stage 3 the actor's weights are gathered: all, or with tensor parallelism this rank's shard
-    of the layers, or one layer at a time. Weights under LoRA are merged with it.
+    At stage 3 the actor's weights are gathered: all, or this rank's shard of layers that ranks
+    divide, or one layer at a time. Weights under LoRA are merged with it.
 
     Args:
         config: of step 3.
@@ -181,12 +188,12 @@ def rollout_phase(
     actor = roles[0]
     sizes = actor.sizes
     phase = steady_phase(ROLLOUT, config, roles)
-    asked_shards = config.ppo_memory.inference_tp_size
-    shards = 1  # of the layers, with tensor parallelism
-    if asked_shards > 1 and reason_not_to_shard(actor_config, config.lora.actor_lora_dim) is None:
-        shards = asked_shards
-    is_refused = shards < asked_shards
-    by_layer = actor.stage == 3 and (ppo.unpin_actor_parameters or is_refused)
+    gathered = GatheredLayers(by_layer=ppo.unpin_actor_parameters)
+    # a feature offers `memory.gathered_layers(config, actor_config)`: its way, or None
+    for gathered_layers in hooks("memory.gathered_layers"):
+        gathered = gathered_layers(config, actor_config) or gathered
+    shards = gathered.shards
+    by_layer = actor.stage == 3 and gathered.by_layer
     phase.add("actor", "buffers", generation_weights(actor, by_layer, shards))
     length = ppo.max_prompt_seq_len + ppo.max_answer_seq_len
     planned = phase.total()

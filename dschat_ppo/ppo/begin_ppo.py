@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.checkpoint.identity import EVAL_ROWS, RunInputs
 from dschat_ppo.common import dist
@@ -23,7 +23,6 @@ from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import check_zero_plus_plus, require_agreement
 from dschat_ppo.engine.rlhf_engine import ModelFolders
-from dschat_ppo.engine.tensor_parallel import check_tensor_parallel, reason_not_to_shard
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.features import hooks
 from dschat_ppo.models.adapters import adapter_settings
@@ -85,7 +84,6 @@ def check_models(
     if folders.reference is not None:
         check_same_tokens(config, REFERENCE, folders.reference, tokenizer, longest, LIMITS)
     check_further_models(config, folders.further, tokenizer, longest, LIMITS)
-    _check_inference_tp_size(config, actor_config)
     if folders.critic is not None:
         flag, _ = config.models["critic"]
         with naming(flag):
@@ -101,23 +99,6 @@ def check_models(
         _check_reward_model(config, folders.reward, tokenizer, longest)
     if config.lora.share_base:
         check_shared_base(config, folders)
-
-
-def _check_inference_tp_size(config: PPOConfig, actor: PretrainedConfig) -> None:
-    """Check `--inference_tp_size`, and say so if the actor's layers will not be divided."""
-    size = config.ppo_memory.inference_tp_size
-    lora_dim = config.lora.actor_lora_dim
-    check_tensor_parallel(actor, size, dist.world_size(), lora_dim)
-    reason = reason_not_to_shard(actor, lora_dim)
-    if size > 1 and reason is not None:
-        at_zero_3 = "one layer at a time, as with --unpin_actor_parameters"
-        if config.ppo.actor_zero_stage == 3:
-            instead = at_zero_3
-        else:
-            instead = "the whole model (at ZeRO-3 one layer at a time)"
-        logger().info(
-            f"note: --inference_tp_size {size}: {reason}; each rank generates with {instead}"
-        )
 
 
 def check_shared_base(config: PPOConfig, folders: ModelFolders) -> None:

@@ -15,8 +15,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.data.batches import collate_prompts
-from dschat_ppo.engine.hybrid_engine import HybridEngine
-from dschat_ppo.engine.tensor_parallel import TensorParallel
+from dschat_ppo.engine.hybrid_engine import Division, HybridEngine
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.ppo.generation_settings import generation_config
 from dschat_ppo.ppo.rollouts import (
@@ -83,7 +82,8 @@ class RolloutSampler:
             logger().info(
                 "note: log-probs, KL and ratios are of the policy before truncation and penalty"
             )
-        hybrid.check_sharded_layers()
+        if hybrid.division is not None:
+            hybrid.division.check(hybrid)
         with hybrid.generating() as model:
             self.config = choose_engine(
                 model,
@@ -94,8 +94,8 @@ class RolloutSampler:
             )
             self.engine_text = engine_text(model, self.config, hybrid.max_over_ranks)
         sample = own_rollouts(self._generate, self.pad_id)
-        if hybrid.parallel is not None:
-            sample = partial(self._sample_together, hybrid.parallel)
+        if hybrid.division is not None:
+            sample = partial(self._sample_together, hybrid.division)
         self.sample_rollout = extended(sample, self._generate, extensions)
 
     def sample(
@@ -139,16 +139,16 @@ class RolloutSampler:
         )
         return self.sample_rollout(task)
 
-    def _sample_together(self, parallel: TensorParallel, task: RolloutTask) -> Rollout:
+    def _sample_together(self, division: Division, task: RolloutTask) -> Rollout:
         """The ranks of a group that divides its layers generate the responses of all of them; each
         rank gets its own."""
-        of_ranks = dist.gather_objects((task.indices, task.seeds), parallel.group)
+        of_ranks = dist.gather_objects((task.indices, task.seeds), division.group)
         group_indices = [index for rank_indices, _ in of_ranks for index in rank_indices]
         group_seeds = torch.cat([rank_seeds for _, rank_seeds in of_ranks])
         batch = collate_prompts(task.prompts, group_indices, self.pad_id)
         rollout = self._generate(batch, group_seeds, task.config, task.cancelled)
         rows = torch.arange(len(task.indices) * task.config.samples, device=self.device)
-        return select_rows(rollout, parallel.rank * len(rows) + rows)
+        return select_rows(rollout, division.rank * len(rows) + rows)
 
     def _generate(
         self,
@@ -162,7 +162,7 @@ class RolloutSampler:
         batch = to_device(batch, self.device)
         with self.hybrid.generating() as model:
             max_over_ranks = self.hybrid.max_over_ranks
-            if self.hybrid.parallel is not None and max_over_ranks is not None and config.rows == 0:
+            if self.hybrid.division is not None and max_over_ranks is not None and config.rows == 0:
                 # the ranks of a group run as many rows: the fewest that fit on one of them
                 length = batch.prompt_ids.shape[1] + config.stopping.max_new_tokens
                 fewest = -max_over_ranks(-rows_for_memory(model, length))

@@ -125,7 +125,6 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
         "--offload_optimizer --actor_zero_stage 2",
         "--actor_zero_stage and --critic_zero_stage 1, 2 or 3",
     ),
-    ("ppo", "--inference_tp_size 2 --unpin_actor_parameters", "use one of the two"),
     (
         "ppo",
         "--zero_hpz_partition_size 2",
@@ -586,8 +585,6 @@ WITHOUT_EFFECT = [  # step, what is given, the flags without effect
     ),
     ("ppo", "--actor_learning_rate 1e-3 --critic_lora_dim 8 --only_optimize_lora", ""),
     # memory
-    ("ppo", "--inference_tp_size 2 --tp_gather_partition_size 4", ""),
-    ("ppo", "--tp_gather_partition_size 4", "tp_gather_partition_size"),
     ("ppo", OFFLOAD, ""),
     ("ppo", f"{OFFLOAD} --actor_lora_dim 4", ""),
     ("ppo", f"{OFFLOAD} {LORA}", "offload_reference_model"),
@@ -622,11 +619,10 @@ def test_a_note_names_each_flag_without_effect(step, words, names):
 @pytest.mark.parametrize(
     "words",
     [
-        f"--sleep_in_rollout --offload {STAGES}",
+        f"--offload {STAGES}",
         f"--offload_optimizer {STAGES}",
         "--optimizer muon --muon_learning_rate 0.1 --actor_zero_stage 1",
         f"--zero_hpz_partition_size 2 {STAGES}",
-        f"--inference_tp_size 2 {STAGES} --actor_lora_dim 8",
         (
             "--enable_mixed_precision_lora --actor_lora_dim 8 --only_optimize_lora --dtype fp16"
             f" {STAGES}"

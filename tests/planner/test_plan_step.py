@@ -143,9 +143,8 @@ def test_what_a_device_and_a_host_need():
     assert gathered[0] - gathered[1] == 2 * 10**9, "scoring gathers weights of one model"
 
 
-def test_a_rollout_gathers_the_actor_whole_divided_or_by_layer():
+def test_a_rollout_gathers_the_actor_whole_or_by_layer():
     actor = plan_ppo("").roles[0].sizes
-    layers = 2 * actor.layers
 
     def gathered(words, ranks=8):
         plans = [
@@ -156,13 +155,8 @@ def test_a_rollout_gathers_the_actor_whole_divided_or_by_layer():
         assert sizes[1] - held(plans[1], "checkpoint", "actor", "buffers") == 2 * actor.total
         return sizes[0] - held(plans[0], "checkpoint", "actor", "buffers")
 
-    assert gathered("--inference_tp_size 2") == 2 * actor.total - layers / 2
     one_layer = 2 * (actor.layer + actor.head)
     assert gathered("--unpin_actor_parameters") == one_layer
-    lora = "--actor_lora_dim 8 --critic_lora_dim 8 --only_optimize_lora"
-    assert gathered(f"{lora} --inference_tp_size 2") == pytest.approx(one_layer, rel=0.01), (
-        "LoRA is not divided"
-    )
 
 
 def test_the_teacher_of_step_1_counts():

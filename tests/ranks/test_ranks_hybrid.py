@@ -36,11 +36,7 @@ def test_switches_change_no_weight_and_restore_training(found):
         toggles = rank["toggles"]
         assert toggles["weights equal"] and toggles["equal"] and toggles["training"]
         assert toggles["left tensors"] <= 0 and toggles["difference"] < 1e-5
-        assert (
-            rank["steps"]["plain"]["partitioned"]
-            == rank["steps"]["tensor parallel"]["partitioned"]
-            == 21
-        ), "all"
+        assert rank["steps"]["plain"]["partitioned"] == 21, "all"
 
 
 def test_generating_in_between_changes_no_bit(found):
@@ -48,9 +44,7 @@ def test_generating_in_between_changes_no_bit(found):
         assert rank["steps"]["toggled"] == rank["steps"]["plain"]
 
 
-@pytest.mark.parametrize(
-    "how", ["stage 2", "offload", "tensor parallel", "layer by layer", "one rank"]
-)
+@pytest.mark.parametrize("how", ["stage 2", "offload", "layer by layer", "one rank"])
 def test_answers_and_updates_differ_by_rounding_alone(launches, how):
     alone, *found = launches
     for rank in found:
@@ -78,15 +72,6 @@ def test_dropout_is_off_in_rollout_and_scoring_and_each_rank_has_its_own_stream(
     for rank in found:
         assert rank["dropout"]["alike"] and rank["dropout"]["as in rollout"] < 1e-4
         assert rank["dropout"]["noise"] > 0.01, "dropout does nothing, so nothing was tested"
-
-
-def test_divided_layers_compute_what_whole_layers_do_and_are_restored(found):
-    for rank in found:
-        assert len(rank["divided"]) == 7
-        for name, report in rank["divided"].items():
-            assert report["difference"] < 1e-4 and report["freed"] >= 0.5 and report["restored"], (
-                name
-            )
 
 
 def test_switches_with_adapters_change_no_bit_and_the_merged_model_gives_the_log_probs_of_training(

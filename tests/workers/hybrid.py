@@ -11,11 +11,9 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from deepspeed.runtime.zero import parameter_offload
-from tiny_models import VOCABULARY, new_model
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.seeding import row_seeds, seed_everything
@@ -23,8 +21,6 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.data.prepare import prepare
-from dschat_ppo.engine.hybrid_engine import HybridEngine
-from dschat_ppo.engine.tensor_parallel import check_tensor_parallel, tensor_parallel
 from dschat_ppo.models.adapters import adapter_layers
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.wrapped_models import PolicyModel, response_logprobs
@@ -51,7 +47,6 @@ LORA += ("--actor_lora_learning_rate", 0.01, "--critic_lora_learning_rate", 0.01
 STEPS = {  # name -> (ZeRO stage, flags), beside "plain", which is stage 3
     "stage 2": (2, ()),
     "offload": (3, ("--offload_optimizer", "--offload_reference_model", "--offload_reward_model")),
-    "tensor parallel": (3, ("--inference_tp_size", 2, "--tp_gather_partition_size", 1)),
     "layer by layer": (3, ("--unpin_actor_parameters",)),
     "toggled": (3, ()),
 }
@@ -235,33 +230,6 @@ def switch_adapters(assets: Path, stage: int, dtype: str) -> dict:
     }
 
 
-@torch.no_grad()
-def divided_models() -> dict:
-    """For each architecture: the largest difference of logits to the whole model, and the share of
-    weights held."""
-    parallel, found = tensor_parallel(2, layers=1), {}
-    for name in ("llama", "qwen2", "qwen3", "gpt-neox", "phi3", "gemma2", "gemma3"):
-        torch.distributed.barrier()
-        model, ids = (
-            new_model(name),
-            torch.randint(2, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(3)),
-        )
-        before = {key: value.clone() for key, value in model.state_dict().items()}
-        whole, count = model(ids).logits, sum(weight.numel() for weight in model.parameters())
-        check_tensor_parallel(model.config.get_text_config(), 2, 2)
-        with HybridEngine(SimpleNamespace(module=model), parallel=parallel).generating() as lent:
-            difference = float((lent(ids).logits - whole).abs().max())
-            freed = count - sum(weight.numel() for weight in lent.parameters())
-        layers = model.gpt_neox.layers if name == "gpt-neox" else model.model.layers
-        linear = sum(
-            layer.weight.numel() for layer in layers.modules() if isinstance(layer, torch.nn.Linear)
-        )
-        restored = all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-        restored &= not any("forward" in vars(module) for module in model.modules())
-        found[name] = {"difference": difference, "freed": freed / linear, "restored": restored}
-    return found
-
-
 def main() -> None:
     assets, out = Path(sys.argv[-2]), Path(sys.argv[-1])
     first = ppo_with(assets, 3)
@@ -272,7 +240,7 @@ def main() -> None:
             "uneven": uneven(first, False),
             "empty": uneven(first, True),
         }
-        found |= {"dropout": dropout_in_scoring(assets), "divided": divided_models()}
+        found["dropout"] = dropout_in_scoring(assets)
         for name, (stage, words) in STEPS.items():
             ppo = ppo_with(assets, stage, *words)
             found["steps"][name] = two_steps(ppo, toggles=3 * (name == "toggled"))

@@ -19,12 +19,12 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.common import dist
 from dschat_ppo.config.schema import require
+from dschat_ppo.engine.hybrid_engine import is_missing
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import forward_replaced
 
@@ -43,14 +43,6 @@ class TensorParallel:
     rank: int  # within the group
     size: int  # ranks of the group
     layers: int  # decoder layers that are gathered at a time, to be divided
-
-
-def tensor_parallel(size: int, layers: int) -> TensorParallel | None:
-    """Divide all ranks into groups of `size` consecutive ones; None for groups of one.
-    Collective."""
-    if size == 1:
-        return None
-    return TensorParallel(dist.group_of(size), dist.rank() % size, size, layers)
 
 
 def reason_not_to_shard(config: PretrainedConfig, lora_dim: int) -> str | None:
@@ -142,11 +134,6 @@ def sharded_layers(model: PreTrainedModel, parallel: TensorParallel) -> Iterator
                 forward = partial(_forward, layer, style, parallel)
                 stack.enter_context(forward_replaced(layer, forward))
         yield
-
-
-def is_missing(weight: Any) -> bool:
-    """Whether a ZeRO-3 parameter has to be gathered; small ones are whole on every rank."""
-    return dist.is_partitioned(weight) and weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
 
 
 def _linear_layers(model: PreTrainedModel) -> list[list[tuple[nn.Linear, str]]]:

@@ -11,15 +11,16 @@ from tiny_models import new_model
 from torch import nn
 
 from dschat_ppo.common import dist
-from dschat_ppo.engine import tensor_parallel
 from dschat_ppo.engine.hybrid_engine import HybridEngine
-from dschat_ppo.engine.tensor_parallel import (
+from dschat_ppo.errors import UserError
+from dschat_ppo.features.tensor_parallel import layers as layers_module
+from dschat_ppo.features.tensor_parallel.generation import check_divided_layers, division_of
+from dschat_ppo.features.tensor_parallel.layers import (
     TensorParallel,
     check_tensor_parallel,
     reason_not_to_shard,
     sharded_layers,
 )
-from dschat_ppo.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -89,13 +90,13 @@ def test_two_halves_of_each_layer_hold_the_whole_weight_once():
 @pytest.mark.parametrize("layers", [1, 8])
 def test_layers_are_gathered_as_many_at_a_time_as_the_flag_says(layers, monkeypatch):
     model, gathered = new_model("llama"), []
-    monkeypatch.setattr(tensor_parallel, "is_missing", lambda weight: True)
+    monkeypatch.setattr(layers_module, "is_missing", lambda weight: True)
 
     def gathering(weights):
         gathered.append(len(weights))
         return nullcontext()
 
-    monkeypatch.setattr(tensor_parallel.deepspeed.zero, "GatheredParameters", gathering)
+    monkeypatch.setattr(layers_module.deepspeed.zero, "GatheredParameters", gathering)
     with sharded_layers(model, two(0, layers)):
         pass
     assert gathered == {1: [7, 7], 8: [14]}[layers], (
@@ -151,13 +152,14 @@ def test_a_division_that_computes_something_else_stops_the_run(way, said_of, mon
             raise IndexError("out of range")
         return nn.functional.linear(inputs, whole[id(layer)] if way == "adds up" else layer.weight)
 
-    monkeypatch.setattr(tensor_parallel, "_forward", forward)
+    monkeypatch.setattr(layers_module, "_forward", forward)
     hybrid = HybridEngine(
-        SimpleNamespace(module=model, eval=model.eval, train=model.train), parallel=two(0)
+        SimpleNamespace(module=model, eval=model.eval, train=model.train),
+        division=division_of(two(0)),
     )
     if not said_of:
-        hybrid.check_sharded_layers()
+        check_divided_layers(hybrid, 2)
         assert any("divided over 2 ranks agrees" in line for line in said)
         return
     with pytest.raises(UserError, match=f"--inference_tp_size 2: .*LlamaForCausalLM .*{said_of}"):
-        hybrid.check_sharded_layers()
+        check_divided_layers(hybrid, 2)

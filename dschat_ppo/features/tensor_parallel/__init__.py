@@ -1,0 +1,1 @@
+"""Tensor-parallel generation: ranks divide the decoder layers of the actor."""

@@ -1,0 +1,29 @@
+"""Combinations of flags that are refused or have no effect."""
+
+from __future__ import annotations
+
+from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.config.step_config import StepConfig
+from dschat_ppo.errors import UserError
+from dschat_ppo.features.tensor_parallel.flags import TensorParallelFlags
+
+
+def refuse(config: StepConfig) -> None:
+    """Refuse to divide layers that each rank gathers whole."""
+    if not isinstance(config, PPOConfig):
+        return
+    ranks_of_group = config.of(TensorParallelFlags).inference_tp_size
+    if ranks_of_group == 1:
+        return
+    if config.ppo.unpin_actor_parameters:
+        raise UserError(
+            f"--inference_tp_size {ranks_of_group} divides the layers, and"
+            " --unpin_actor_parameters gathers each layer whole; use one of the two"
+        )
+
+
+def idle(config: StepConfig) -> dict[str, str]:
+    """The number of layers that are gathered at a time has no effect where none is divided."""
+    if isinstance(config, PPOConfig) and config.of(TensorParallelFlags).inference_tp_size == 1:
+        return {"tp_gather_partition_size": "no layers are divided: --inference_tp_size is 1"}
+    return {}
