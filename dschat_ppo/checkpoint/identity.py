@@ -54,7 +54,6 @@ HARMLESS = frozenset(
         "save_hf_steps",
         "save_dtype",
         "metric_for_best",
-        "lora_merge",
         "collective_timeout",
         "on_nonfinite",
         "max_nonfinite_skips",

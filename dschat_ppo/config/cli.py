@@ -151,9 +151,8 @@ def _parse_with_file(parser: FlagParser, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _resolved_rates(values: dict[str, Any], default_rates: dict[str, float]) -> dict[str, float]:
-    """Flag of a learning rate -> the rate that is used. With `--only_optimize_lora` the adapter
-    trains in place of the weights, so the rate that was given for the weights of a model is also
-    that of its adapter.
+    """Flag of a learning rate -> the rate that is used. A feature offers `flags.followed_rate(name,
+    values)`: the flag whose rate is also that of `name`, if this was not given; or None.
 
     Args:
         values: Flag -> value; of a rate that was not given, None.
@@ -162,10 +161,10 @@ def _resolved_rates(values: dict[str, Any], default_rates: dict[str, float]) -> 
     rates: dict[str, float] = {}
     for name, default in default_rates.items():
         rate = values[name]
-        if rate is None and name.endswith("lora_learning_rate") and values["only_optimize_lora"]:
-            prefix = name.removesuffix("lora_learning_rate")
-            if values[f"{prefix}lora_dim"] > 0:
-                rate = values[f"{prefix}learning_rate"]
+        for followed_rate in hooks("flags.followed_rate"):
+            followed = followed_rate(name, values)
+            if rate is None and followed is not None:
+                rate = values[followed]
         if rate is None:
             rate = default
         rates[name] = rate

@@ -32,3 +32,12 @@ class Needs:
     whole_distributions: bool = False
     policy_loss: bool = False  # it gives advantages, without rewards too
     eval_metrics: Sequence[str] = ()  # of an evaluation in step 1
+    # Prefixes of the flags of models of which the weights of the folder stay as they are, while
+    # others train beside them
+    frozen: Sequence[str] = ()
+    frozen_bits: int = 0  # of a quantised one; 0: they are not quantised
+    undivided: str | None = None  # why ranks cannot divide the actor's layers among them
+    shares_base: bool = False  # critic and reward model are over the actor's frozen weights
+    quantises_frozen: bool = False  # ZeRO-3 holds the actor's frozen weights in 8 bits
+    # why a forward pass in training gives other log-probs than one that only scores
+    changed_in_training: str | None = None

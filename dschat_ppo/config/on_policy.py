@@ -70,8 +70,9 @@ def _needed_before(config: PPOConfig, plan: PPOPlan) -> str | None:
         return "--actor_dropout changes them in training"
     if algorithm.has_critic and config.ppo.critic_dropout:
         return "--critic_dropout changes values in training"
-    if config.adapters.lora_dropout > 0:
-        return "--lora_dropout changes them in training"
+    for needs in config.needs:
+        if needs.changed_in_training is not None:
+            return needs.changed_in_training
     return None
 
 

@@ -15,8 +15,6 @@ THEIR_NAMES = {
     "model_name_or_path": "pretrain",
     "actor_model_name_or_path": "sft_model_path",
     "critic_model_name_or_path reward_model_name_or_path": "reward_model_path reward_pretrain",
-    "lora_dim": "lora_r lora_rank use_peft",
-    "lora_module_name": "lora_target lora_target_modules target_modules",
     "data_path": (
         "dataset dataset_name prompt_data prompt_dataset dataset_train_split dataset_split"
     ),

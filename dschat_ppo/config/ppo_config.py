@@ -13,8 +13,6 @@ from dschat_ppo.config.health_flags import PPOHealthFlags
 from dschat_ppo.config.ppo_flags import (
     EvaluationFlags,
     PPOFlags,
-    PPOLoraFlags,
-    PPOMemoryFlags,
     RewardSourceFlags,
 )
 from dschat_ppo.config.schema import flag, require_used
@@ -42,8 +40,6 @@ class PPOConfig(StepConfig):
     algorithm: AlgorithmFlags
     rewards: RewardSourceFlags
     validation: EvaluationFlags
-    lora: PPOLoraFlags
-    ppo_memory: PPOMemoryFlags
     reference: ReferenceFlags
     health: PPOHealthFlags
 
@@ -57,14 +53,11 @@ class PPOConfig(StepConfig):
 
     def __post_init__(self) -> None:
         self._check_rollouts()
-        self._check_reference()
         self._check_rewards()
         self._check_something_is_learned()
         self._check_memory()
         self._check_effects()
         super().__post_init__()
-        if self.lora.share_base:
-            self._check_shared_base()
 
     def _check_rollouts(self) -> None:
         """Refuse numbers and sources of responses that the algorithm cannot use."""
@@ -89,14 +82,6 @@ class PPOConfig(StepConfig):
             raise UserError(
                 f"--overlong_buffer {algorithm.overlong_buffer} is above --max_answer_seq_len"
                 f" {ppo.max_answer_seq_len}"
-            )
-
-    def _check_reference(self) -> None:
-        """Refuse a reference that LoRA rules out."""
-        if self.reference.ref_model_name_or_path is not None and self.lora.share_base:
-            raise UserError(
-                "--ref_model_name_or_path: with --share_base the reference is the shared base; omit"
-                " one of the two"
             )
 
     def _check_rewards(self) -> None:
@@ -143,17 +128,8 @@ class PPOConfig(StepConfig):
             )
 
     def _check_memory(self) -> None:
-        """Refuse flags of memory that exclude each other or need another ZeRO stage."""
-        ppo = self.ppo
-        can_quantise = (
-            ppo.actor_zero_stage == 3 and self.lora.actor_lora_dim > 0 and self.run.dtype == "fp16"
-        )
-        if self.ppo_memory.enable_mixed_precision_lora and not can_quantise:
-            raise UserError(
-                "--enable_mixed_precision_lora needs --actor_zero_stage 3, --actor_lora_dim above 0"
-                " and --dtype fp16: DeepSpeed quantises only frozen fp16 weights of ZeRO-3"
-            )
-        if ppo.offload and min(self.stages.values()) == 0:
+        """Refuse flags of memory that need another ZeRO stage."""
+        if self.ppo.offload and min(self.stages.values()) == 0:
             stage_flags = " and ".join(f"--{prefix}zero_stage" for prefix in self.stages)
             raise UserError(
                 f"--offload needs {stage_flags} 1, 2 or 3: stage 0 keeps everything on the device"
@@ -187,39 +163,6 @@ class PPOConfig(StepConfig):
             when=self.rewards.use_reward_model,
             purpose="--use_reward_model",
         )
-
-    def _check_shared_base(self) -> None:
-        """Refuse `--share_base` where the models cannot share the weights of the actor's base."""
-        has_critic = self.algorithm.has_critic
-        if not self.adapters.only_optimize_lora:
-            raise UserError(
-                "--share_base needs --only_optimize_lora: several models cannot share weights that"
-                " train"
-            )
-        if self.lora.actor_lora_dim == 0:
-            raise UserError("--share_base needs --actor_lora_dim above 0")
-        if not has_critic and not self.rewards.use_reward_model:
-            raise UserError(
-                "--share_base: there is neither a critic nor a reward model that could use the"
-                " actor's base; omit it"
-            )
-        if has_critic and self.lora.critic_lora_dim == 0:
-            raise UserError("--share_base needs --critic_lora_dim above 0")
-        actor_stage = self.ppo.actor_zero_stage
-        critic_stage = self.ppo.critic_zero_stage
-        if has_critic and (actor_stage == 3) != (critic_stage == 3):
-            raise UserError(
-                "--share_base: ZeRO-3 partitions the base for both models or for none; set"
-                f" --actor_zero_stage {actor_stage} and --critic_zero_stage {critic_stage} both to"
-                " 3 or both below"
-            )
-        actor_dropout = self.ppo.actor_dropout or 0.0
-        critic_dropout = self.ppo.critic_dropout or 0.0
-        if has_critic and actor_dropout != critic_dropout:
-            raise UserError(
-                "--share_base: the layers of the base have one dropout; set --actor_dropout and"
-                " --critic_dropout to the same value"
-            )
 
     @property
     def has_rewards(self) -> bool:
@@ -317,9 +260,25 @@ class PPOConfig(StepConfig):
         return not self.rewards.use_reward_model
 
     @property
-    def actor_base_is_frozen(self) -> bool:
-        """Whether of the actor only an adapter trains, so that other models can use its weights."""
-        return self.lora.actor_lora_dim > 0 and self.adapters.only_optimize_lora
+    def shares_base(self) -> bool:
+        """Whether critic and reward model are over the actor's frozen weights."""
+        return any(needs.shares_base for needs in self.needs)
+
+    @property
+    def quantises_frozen(self) -> bool:
+        """Whether ZeRO-3 holds the actor's frozen weights in 8 bits."""
+        return any(needs.quantises_frozen for needs in self.needs)
+
+    @property
+    def undivided(self) -> str | None:
+        """Why ranks cannot divide the actor's layers among them; None if they can."""
+        reasons = [needs.undivided for needs in self.needs if needs.undivided is not None]
+        return next(iter(reasons), None)
+
+    @property
+    def reference_is_actor_base(self) -> bool:
+        """Whether the reference consists of the actor's frozen weights."""
+        return self.is_frozen("actor_") and self.reference.ref_model_name_or_path is None
 
     @property
     def aligns_overflow(self) -> bool:
@@ -328,22 +287,13 @@ class PPOConfig(StepConfig):
 
     def idle(self) -> dict[str, str]:
         reasons = super().idle()
-        if not self.algorithm.has_critic:
-            reason = f"--advantage_estimator {self.algorithm.advantage_estimator} has no critic"
-            for name in ("critic_lora_dim", "critic_lora_module_name", "critic_lora_learning_rate"):
-                reasons[name] = reason
-        adapter_rate = self.lora.actor_lora_learning_rate
-        if self.actor_base_is_frozen and self.ppo.actor_learning_rate != adapter_rate:
-            reasons["actor_learning_rate"] = (
-                "only the actor's LoRA parameters train, with --actor_lora_learning_rate"
-            )
         if not self.aligns_overflow:
             reasons["align_overflow"] = (
                 "overflows are aligned only between two models trained in fp16"
             )
-        if self.actor_base_is_frozen and not self.reference.ref_model_name_or_path:
+        if self.reference_is_actor_base:
             reasons["offload_reference_model"] = "the reference uses the actor's frozen weights"
-        if self.lora.share_base:
+        if self.shares_base:
             reasons["offload_reward_model"] = "the reward model uses the actor's frozen weights"
         return reasons
 

@@ -11,8 +11,6 @@ from typing import Literal
 
 from dschat_ppo.config.schema import (
     EPOCHS_HELP,
-    LORA_RATE,
-    LORA_TARGETS,
     REQUIRED,
     SCHEDULERS,
     VALIDATE_ONLY,
@@ -218,46 +216,6 @@ class PPOFlags:
                 "--enable_test_mode needs --test_stop_step N, N above 0, and --test_stop_step "
                 "needs --enable_test_mode"
             )
-
-
-@dataclass(frozen=True)
-class PPOLoraFlags:
-    """LoRA of actor and critic."""
-
-    actor_lora_dim: int = not_negative(0, "LoRA rank of the actor; 0 = off")
-    actor_lora_module_name: str | None = flag(
-        None, f"layers of the actor {LORA_TARGETS}", commas=True
-    )
-    actor_lora_learning_rate: float = share(
-        5e-4,
-        "peak learning rate of the actor's LoRA parameters, at most 1;"
-        f" {LORA_RATE.format('--actor_learning_rate')}",
-    )
-    critic_lora_dim: int = not_negative(0, "LoRA rank of the critic; 0 = off")
-    critic_lora_module_name: str | None = flag(
-        None, f"layers of the critic {LORA_TARGETS}", commas=True
-    )
-    critic_lora_learning_rate: float = share(
-        5e-4,
-        "peak learning rate of the critic's LoRA parameters, at most 1;"
-        f" {LORA_RATE.format('--critic_learning_rate')}",
-    )
-    share_base: bool = flag(
-        False,
-        "hold one frozen base for actor, reference, critic and reward model, with an adapter and a"
-        " head for each (needs --only_optimize_lora)",
-    )
-
-
-@dataclass(frozen=True)
-class PPOMemoryFlags:
-    """Memory of step 3."""
-
-    enable_mixed_precision_lora: bool = flag(
-        False,
-        "hold the actor's frozen weights under LoRA in 8 bits (ZeRO++; needs --actor_zero_stage 3,"
-        " --actor_lora_dim, --dtype fp16 and a GPU)",
-    )
 
 
 @dataclass(frozen=True)

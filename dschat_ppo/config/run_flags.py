@@ -282,47 +282,6 @@ class ConsoleFlags:
 
 
 @dataclass(frozen=True)
-class AdapterFlags:
-    """Adapters of all models."""
-
-    lora_alpha: float = positive(
-        32.0,
-        "LoRA scale: the product of the matrices is multiplied by alpha / rank (--use_rslora: /"
-        " sqrt(rank))",
-    )
-    lora_dropout: float = fraction(0.0, "dropout of the adapter's input")
-    use_rslora: bool = flag(False, "rank-stabilised LoRA: scale alpha / sqrt(rank)")
-    use_dora: bool = flag(
-        False, "DoRA: also train the magnitude of each row of the adapted weights"
-    )
-    only_optimize_lora: bool = flag(
-        False,
-        "train only the adapter and a score head. Without it, embeddings, norms, biases and layers"
-        " without LoRA train too, at the learning rate of whole models, and the saved model has the"
-        " adapter merged. The weights under LoRA are always frozen",
-    )
-    lora_merge: bool = flag(
-        False,
-        "save a whole model with the adapter merged, for transformers; without it, an adapter"
-        " folder, for peft",
-    )
-    load_in_4bit: bool = flag(
-        False,
-        "QLoRA: quantise the frozen weights to 4 bits (NF4); needs a GPU, the extra `qlora`, LoRA, "
-        "--only_optimize_lora and ZeRO stage 0, 1 or 2",
-    )
-    load_in_8bit: bool = flag(
-        False, "quantise the frozen weights to 8 bits; needs what --load_in_4bit needs"
-    )
-
-    def __post_init__(self) -> None:
-        require(
-            not (self.load_in_4bit and self.load_in_8bit),
-            "--load_in_4bit and --load_in_8bit: use one of the two",
-        )
-
-
-@dataclass(frozen=True)
 class MemoryFlags:
     """Memory, division of sequences, and attention."""
 

@@ -25,11 +25,6 @@ ZERO_STAGES = Literal[0, 1, 2, 3]
 EPOCHS_HELP = (
     "epochs over the {}; a fraction such as 0.5 or 1.5 ends inside an epoch (see --max_steps)"
 )
-LORA_TARGETS = (
-    "that get LoRA: parts of their names, such as 'layers.' or 'q_proj,v_proj'; not given: all "
-    "linear layers of the decoder blocks, without routers"
-)
-LORA_RATE = "not given: with --only_optimize_lora, a given {}"
 VALIDATE_ONLY = "evaluate once, write the results to validation/ in --output_dir, and train nothing"
 
 REQUIRED: Any = MISSING  # in place of the default of a flag that must be given

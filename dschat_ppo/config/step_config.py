@@ -13,7 +13,6 @@ from dschat_ppo.config.feature_needs import FurtherModel, Needs
 from dschat_ppo.config.health_flags import HealthFlags
 from dschat_ppo.config.run_flags import (
     AUTO,
-    AdapterFlags,
     ConsoleFlags,
     MemoryFlags,
     OldFlags,
@@ -27,7 +26,6 @@ from dschat_ppo.features import hooks
 # the others are constant after the warm-up
 DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial")
 WITHOUT_WARMUP = "constant"
-QUANTISED = ("load_in_4bit", "load_in_8bit")  # flags that quantise weights, of which one is given
 POLYNOMIAL_END = 1e-7  # where transformers' polynomial schedule ends
 
 Flags = TypeVar("Flags")
@@ -83,8 +81,6 @@ class StepConfig(ABC):
     data: DataFlags
     safety: SafetyFlags
     run: RunFlags
-    lora: Any  # of the models of the step
-    adapters: AdapterFlags
     memory: MemoryFlags
     schedule: ScheduleFlags
     console: ConsoleFlags
@@ -129,6 +125,16 @@ class StepConfig(ABC):
     def further_models(self) -> list[FurtherModel]:
         """The models that features add to those of the step."""
         return [model for needs in self.needs for model in needs.models]
+
+    def is_frozen(self, prefix: str) -> bool:
+        """Whether of a model that trains the weights of its folder stay as they are, and others
+        train beside them. `prefix`: of its flags."""
+        return any(prefix in needs.frozen for needs in self.needs)
+
+    @property
+    def frozen_bits(self) -> int:
+        """Bits of a frozen weight that is quantised; 0 if they are not."""
+        return max((needs.frozen_bits for needs in self.needs), default=0)
 
     @property
     @abstractmethod
@@ -187,7 +193,6 @@ class StepConfig(ABC):
     def __post_init__(self) -> None:
         self._check_zero_stages()
         self._check_muon()
-        self._check_lora()
         self._check_schedule()
         for refuse in hooks("refusals.refuse"):
             refuse(self)
@@ -226,52 +231,6 @@ class StepConfig(ABC):
                 " gradient, which makes it many times smaller"
             )
 
-    def _check_lora(self) -> None:
-        """Require the LoRA flags to have an effect, and to fit each other."""
-        adapters = self.adapters
-        adapted = [prefix for prefix, dim in self._lora_dims.items() if dim > 0]
-        dim_flags = " or ".join(f"--{prefix}lora_dim" for prefix in self.stages)
-        for name in ("only_optimize_lora", "use_rslora", "use_dora", *QUANTISED):
-            if vars(adapters)[name] and not adapted:
-                raise UserError(
-                    f"--{name} needs LoRA: set {dim_flags}, or omit --{name}; without LoRA all"
-                    " weights train, and 1e-5 to 2e-5 is a usual learning rate"
-                )
-        self._check_quantised_weights(adapted)
-        if adapted and self.run.optimizer == "muon":
-            raise UserError(
-                "--optimizer muon is for whole matrices, not for the two factors of LoRA: omit"
-                f" {dim_flags}, or use adamw"
-            )
-        if adapted and adapters.only_optimize_lora and self.run.resize_vocabulary:
-            raise UserError(
-                "--resize_vocabulary adds rows to the embedding and the head, which"
-                " --only_optimize_lora would freeze: omit one of the two"
-            )
-
-    def _check_quantised_weights(self, adapted: list[str]) -> None:
-        """Refuse quantised weights that would be partitioned, trained or saved. `adapted`: the
-        prefixes of the flags of the models that have LoRA."""
-        for name in QUANTISED:
-            if not vars(self.adapters)[name]:
-                continue
-            for prefix in adapted:
-                if self.stages[prefix] == 3:
-                    raise UserError(
-                        f"--{name} needs --{prefix}zero_stage 0, 1 or 2: ZeRO-3 cannot partition"
-                        " quantised weights"
-                    )
-            if not self.adapters.only_optimize_lora:
-                raise UserError(
-                    f"--{name} freezes the weights that it quantises: add --only_optimize_lora"
-                )
-            if self.adapters.lora_merge:
-                raise UserError(
-                    f"--{name} with --lora_merge would save the rounding errors of quantised"
-                    " weights: omit --lora_merge; an adapter folder is merged into unquantised"
-                    " weights wherever it is loaded"
-                )
-
     def _check_schedule(self) -> None:
         """Refuse a warm-up or a lowest rate that the schedule does not have."""
         ratio = self.schedule.warmup_ratio
@@ -293,28 +252,10 @@ class StepConfig(ABC):
                 " omit it"
             )
 
-    @property
-    def _lora_dims(self) -> dict[str, int]:
-        """Prefix of the flags of each model that trains -> its LoRA rank."""
-        return {prefix: vars(self.lora)[f"{prefix}lora_dim"] for prefix in self.stages}
-
     def idle(self) -> dict[str, str]:
         """Flags that have no effect with the other flags -> the reason."""
         reasons = dict[str, str]()
         group = self.training
-        for prefix, dim in self._lora_dims.items():
-            if dim == 0:
-                without_lora = f"--{prefix}lora_dim is 0, so there is no LoRA"
-                reasons[f"{prefix}lora_module_name"] = without_lora
-                reasons[f"{prefix}lora_learning_rate"] = without_lora
-        if not any(self._lora_dims.values()):
-            for name in ("lora_alpha", "lora_dropout", "lora_merge"):
-                reasons[name] = "no model has LoRA (rank 0)"
-        elif not self.adapters.only_optimize_lora:
-            reasons["lora_merge"] = (
-                "other weights train too (no --only_optimize_lora), so the adapter is merged in any"
-                " case"
-            )
         if self.schedule.max_steps > 0 and group.num_train_epochs != 1:
             reasons["num_train_epochs"] = "--max_steps sets the length of the run"
         default = type(group).num_warmup_steps

@@ -10,7 +10,6 @@ from dschat_ppo.config.health_flags import FitHealthFlags
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.config.supervised_flags import (
     BestFlags,
-    LoraFlags,
     PreferenceFlags,
     SFTFlags,
     SupervisedFlags,
@@ -23,7 +22,6 @@ class FitConfig(StepConfig):
     """What steps 1 and 2 share."""
 
     fit: SupervisedFlags
-    lora: LoraFlags
     best: BestFlags
     health: FitHealthFlags
 
@@ -55,14 +53,6 @@ class FitConfig(StepConfig):
     def has_head(self) -> bool:
         """Whether the model that trains has a scalar head."""
         return False
-
-    def idle(self) -> dict[str, str]:
-        reasons = super().idle()
-        trains_adapter = self.lora.lora_dim > 0 and self.adapters.only_optimize_lora
-        is_alone = trains_adapter and not self.has_head
-        if is_alone and self.fit.learning_rate != self.lora.lora_learning_rate:
-            reasons["learning_rate"] = "only LoRA parameters train, with --lora_learning_rate"
-        return reasons
 
     @property
     def data_of_step(self) -> StepData:

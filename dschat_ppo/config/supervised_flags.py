@@ -15,8 +15,6 @@ from dschat_ppo.config.objective_kinds import (
 )
 from dschat_ppo.config.schema import (
     EPOCHS_HELP,
-    LORA_RATE,
-    LORA_TARGETS,
     REQUIRED,
     SCHEDULERS,
     VALIDATE_ONLY,
@@ -197,23 +195,6 @@ class BestFlags:
             f"--metric_for_best {self.metric_for_best}: the evaluation has no"
             f" {self.best_metric.name}; it has {', '.join(f'{EVAL}{name}' for name in metrics)}",
         )
-
-
-@dataclass(frozen=True)
-class LoraFlags:
-    """LoRA of the one model of steps 1 and 2."""
-
-    lora_dim: int = not_negative(
-        0,
-        "LoRA rank; 0 = off. An adapter in the model folder is trained further, or merged if LoRA"
-        " is off",
-    )
-    lora_module_name: str | None = flag(None, f"layers {LORA_TARGETS}", commas=True)
-    lora_learning_rate: float = share(
-        5e-4,
-        "peak learning rate of the LoRA parameters, at most 1;"
-        f" {LORA_RATE.format('--learning_rate')}",
-    )
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ def optimizer_settings(config: StepConfig, updates: int, prefix: str = "") -> Op
         total_steps=updates,
         betas=(run.adam_beta1, run.adam_beta2),
         epsilon=run.adam_epsilon,
-        lora_learning_rate=vars(config.lora)[f"{prefix}lora_learning_rate"],
+        lora_learning_rate=config.value(f"{prefix}lora_learning_rate"),
         min_lr_ratio=config.schedule.min_lr_ratio,
         muon_learning_rate=run.muon_learning_rate,
     )

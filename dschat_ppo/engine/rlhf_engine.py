@@ -25,9 +25,13 @@ from dschat_ppo.engine.hybrid_engine import HybridEngine, Merge
 from dschat_ppo.engine.shared_base import classifier_over_base, model_over_base
 from dschat_ppo.features import hooks
 from dschat_ppo.models.adapter_merging import adapters_merged
-from dschat_ppo.models.adapters import adapter_settings
 from dschat_ppo.models.kernel_selection import apply_memory_flags, select_kernels
-from dschat_ppo.models.loading import ModelChanges, load_causal_lm, load_sequence_classifier
+from dschat_ppo.models.loading import (
+    ModelChanges,
+    changes_to_train,
+    load_causal_lm,
+    load_sequence_classifier,
+)
 from dschat_ppo.models.model_folders import is_adapter_folder
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.types import Engine
@@ -58,7 +62,6 @@ class RLHFEngine:
         reference, reward: only run forward.
         further: the models that features add, by role; they only run forward.
         hybrid: switches the actor between training and generation.
-        saves_merged: save models with their adapters merged; else adapter folders.
     """
 
     def __init__(self, config: PPOConfig, plan: PPOPlan, folders: ModelFolders):
@@ -70,14 +73,12 @@ class RLHFEngine:
         self._config = config
         self._plan = plan
         self._folders = folders
-        # if other weights train with an adapter, the adapter alone would not be the model
-        self.saves_merged = config.adapters.lora_merge or not config.adapters.only_optimize_lora
         self._actor_ds_config = config_of_run(
             config,
             config.ppo.actor_zero_stage,
             world_size(),
             device().type,
-            quantised_frozen=config.ppo_memory.enable_mixed_precision_lora,
+            quantised_frozen=config.quantises_frozen,
         )
         # --deepspeed_config may set another stage than the flag
         self._actor_stage: int = self._actor_ds_config["zero_optimization"]["stage"]
@@ -95,21 +96,20 @@ class RLHFEngine:
         self.hybrid = self._build_hybrid()  # last: features may move the other engines meanwhile
 
     def _load_actor(self) -> PreTrainedModel:
-        """The actor's language model, with an adapter if LoRA is on."""
+        """The actor's language model, with what trains in it."""
         config = self._config
-        adapter = adapter_settings(config.lora, config.adapters, "actor_")
         return load_causal_lm(
             self._folders.actor,
             config.run.dtype,
             self._actor_ds_config,
-            ModelChanges(config.ppo.actor_dropout or 0.0, config.run.resize_vocabulary, adapter),
+            changes_to_train(config, "actor_", config.ppo.actor_dropout or 0.0),
         )
 
     def _reference_over_actor(self, actor_lm: PreTrainedModel) -> PreTrainedModel | None:
         """The reference as modules over the actor's frozen weights; None if it has weights of its
         own, or there is none."""
         config = self._config
-        if not config.has_reference or not config.actor_base_is_frozen:
+        if not config.has_reference or not config.is_frozen("actor_"):
             return None
         if self._folders.reference is not None:
             return None
@@ -118,7 +118,7 @@ class RLHFEngine:
 
     def _shared_base(self, actor_lm: PreTrainedModel) -> PreTrainedModel | None:
         """The base of critic and reward model under `--share_base`; else None."""
-        if not self._config.lora.share_base:
+        if not self._config.shares_base:
             return None
         return model_over_base(actor_lm)
 
@@ -200,21 +200,19 @@ class RLHFEngine:
         if not folder:
             return None
         ds_config = config_of_run(config, config.ppo.critic_zero_stage, world_size(), device().type)
-        adapter = adapter_settings(config.lora, config.adapters, "critic_")
+        changes = changes_to_train(config, "critic_", config.ppo.critic_dropout or 0.0)
         if base is not None:
             logger().info(
                 "critic: an adapter and a head over the actor's frozen weights (--share_base)"
             )
-            classifier = classifier_over_base(base, folder, adapter)
+            classifier = classifier_over_base(base, folder, changes.adapter)
         else:
             classifier = load_sequence_classifier(
                 folder,
                 config.run.dtype,
                 ds_config,
                 config.critic_may_have_new_head,
-                ModelChanges(
-                    config.ppo.critic_dropout or 0.0, config.run.resize_vocabulary, adapter
-                ),
+                changes,
                 zero_head=True,
             )
         critic = ScalarModel(classifier)
@@ -233,7 +231,7 @@ class RLHFEngine:
         if not folder:
             return None
         stage: int = config.ppo.critic_zero_stage
-        if config.lora.share_base:
+        if config.shares_base:
             stage = self._actor_stage  # its weights are divided as the actor's engine divides them
         ds_config = eval_config(
             stage, config.run.dtype, config.ppo.offload_reward_model, world_size()
@@ -274,7 +272,7 @@ class RLHFEngine:
         """What switches the actor to generation, with whole weights, with layers that are divided
         over ranks, or with layers that are gathered one at a time, as the flags ask."""
         config = self._config
-        lora_dim = config.lora.actor_lora_dim
+        lora_dim = config.value("actor_lora_dim")
         # A feature offers `generation.generation_change(config, engines)`: a `GenerationChange`, or
         # None.
         changes = []

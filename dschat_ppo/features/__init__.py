@@ -17,6 +17,7 @@ FEATURES = (
     "distillation",
     "dynamic_sampling",
     "environments",
+    "lora",
     "process_rewards",
     "ptx",
     "replay",

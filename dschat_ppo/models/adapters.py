@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.extras import require_extra
-from dschat_ppo.config.run_flags import AdapterFlags
+from dschat_ppo.config.step_config import StepConfig, defaults_of
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.model_folders import (
     ADAPTER,
@@ -31,9 +31,6 @@ from dschat_ppo.models.model_folders import (
     base_name,
     read_adapter_config,
 )
-
-Bits = Literal[4, 8]
-
 
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})  # linear layers that choose experts
 # Classes of `x W + b` by name, with those of bitsandbytes; other subclasses of nn.Linear do more,
@@ -67,23 +64,29 @@ class AdapterSettings:
     dora: bool
     # train the adapter and a score head only; else all weights but those under the adapter
     freeze_base: bool
-    quantise: Bits | None = None  # bits of the frozen weights (QLoRA); None: not quantised
+    quantise: int = 0  # bits of the frozen weights (QLoRA), 4 or 8; 0: not quantised
+    alpha_is_given: bool = False  # by a flag, in place of its default
     flag: str = "--lora_module_name"
 
 
-def adapter_settings(lora: Any, flags: AdapterFlags, prefix: str = "") -> AdapterSettings | None:
-    """The adapter that the flags ask for, with the step's group `lora`; None with rank 0. `prefix`
-    of the model's flags in step 3: "actor_" or "critic_"."""
-    dim = vars(lora)[f"{prefix}lora_dim"]
-    if dim == 0:
+def adapter_settings(
+    config: StepConfig, prefix: str = "", quantises: bool = True
+) -> AdapterSettings | None:
+    """The adapter that the flags ask for; None with rank 0.
+
+    Args:
+        config: the flags.
+        prefix: of the model's flags in step 3, "actor_" or "critic_".
+        quantises: whether its frozen weights are quantised if the flags ask for it.
+    """
+    dim = config.value(f"{prefix}lora_dim")
+    if not dim:
         return None
     require_extra("peft", "LoRA")
-    bits: Bits | None = None
-    if flags.load_in_4bit:
-        bits = 4
-    elif flags.load_in_8bit:
-        bits = 8
-    if bits is not None:
+    bits = 0
+    if quantises:
+        bits = config.frozen_bits
+    if bits:
         needs = f"--load_in_{bits}bit"
         if not dist.on_gpu():
             raise UserError(
@@ -91,16 +94,19 @@ def adapter_settings(lora: Any, flags: AdapterFlags, prefix: str = "") -> Adapte
                 " weights"
             )
         require_extra("bitsandbytes", needs)
+    alpha = config.value("lora_alpha")
+    targets = f"{prefix}lora_module_name"
     return AdapterSettings(
-        dim,
-        flags.lora_alpha,
-        flags.lora_dropout,
-        vars(lora)[f"{prefix}lora_module_name"],
-        flags.use_rslora,
-        flags.use_dora,
-        flags.only_optimize_lora,
-        bits,
-        f"--{prefix}lora_module_name",
+        rank=dim,
+        alpha=alpha,
+        dropout=config.value("lora_dropout"),
+        targets=config.value(targets),
+        rslora=config.value("use_rslora"),
+        dora=config.value("use_dora"),
+        freeze_base=config.value("only_optimize_lora"),
+        quantise=bits,
+        alpha_is_given=alpha != defaults_of(type(config))["lora_alpha"],
+        flag=f"--{targets}",
     )
 
 
@@ -199,7 +205,7 @@ def quantising_options(
     Raises:
         UserError: ZeRO-3, which `--deepspeed_config` may ask for, cannot partition such weights.
     """
-    if adapter is None or adapter.quantise is None:
+    if adapter is None or not adapter.quantise:
         return {}
     if ds_config is not None and ds_config["zero_optimization"]["stage"] == 3:
         flag = f"--load_in_{adapter.quantise}bit"
@@ -256,7 +262,7 @@ def ignored_flags(folder: str, settings: AdapterSettings) -> list[str]:
     config = saved_config(folder)
     differing = {
         settings.flag: settings.targets is not None,
-        "--lora_alpha": settings.alpha not in (AdapterFlags().lora_alpha, config.lora_alpha),
+        "--lora_alpha": settings.alpha_is_given and settings.alpha != config.lora_alpha,
         "--use_rslora": settings.rslora and not config.use_rslora,
     }
     return [flag for flag, differs in differing.items() if differs]

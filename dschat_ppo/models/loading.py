@@ -26,11 +26,13 @@ from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.host_memory import freed_memory_returned
 from dschat_ppo.common.logging import log_once, logger
 from dschat_ppo.common.paths import shown_path
+from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.adapter_merging import load_merged
 from dschat_ppo.models.adapters import (
     AdapterSettings,
     adapter_layers,
+    adapter_settings,
     add_adapter,
     ignored_flags,
     quantising_options,
@@ -106,6 +108,21 @@ class ModelChanges:
 AS_SAVED = ModelChanges()
 
 
+def changes_to_train(
+    config: StepConfig, prefix: str = "", dropout: float | None = None, quantises: bool = True
+) -> ModelChanges:
+    """What the flags change in a model that trains.
+
+    Args:
+        config: the flags.
+        prefix: of the model's flags: "", in step 3 "actor_" or "critic_".
+        dropout: that of the changes.
+        quantises: whether frozen weights are quantised if the flags ask for it.
+    """
+    adapter = adapter_settings(config, prefix, quantises)
+    return ModelChanges(dropout, config.run.resize_vocabulary, adapter)
+
+
 @dataclass(frozen=True)
 class _Source:
     """The model that a folder holds, and how transformers builds it."""
@@ -165,10 +182,10 @@ def _read_through(folder: str) -> None:
             pass
 
 
-def check_causal_lm(folder: str, adapter: AdapterSettings | None = None) -> None:
+def check_causal_lm(folder: str, changes: ModelChanges = AS_SAVED) -> None:
     """Compare the checkpoint with the causal language model of its config, without reading the
-    weights. A model that is none, or has a score head, is refused too, and an `adapter` (see
-    `load_causal_lm`) that cannot be added."""
+    weights. A model that is none, or has a score head, is refused too, and an adapter of the
+    `changes` (see `load_causal_lm`) that cannot be added."""
     config = load_config(folder, "model")
     check_architecture(config, folder, needs_lm=True)
     base = base_folder(folder, "model")
@@ -180,7 +197,7 @@ def check_causal_lm(folder: str, adapter: AdapterSettings | None = None) -> None
             " language model, such as the SFT model"
         )
     check_weights(AutoModelForCausalLM, base, config)
-    check_adapter(partial(AutoModelForCausalLM.from_config, config), folder, adapter)
+    check_adapter(partial(AutoModelForCausalLM.from_config, config), folder, changes.adapter)
 
 
 def load_causal_lm(
@@ -208,11 +225,11 @@ def load_causal_lm(
 
 
 def check_sequence_classifier(
-    folder: str, new_head: bool, adapter: AdapterSettings | None = None
+    folder: str, new_head: bool, changes: ModelChanges = AS_SAVED
 ) -> bool:
     """Compare the checkpoint with a one-label sequence classifier, without reading the weights, and
-    try to add the `adapter`. Returns whether it has no head, which `new_head` (training a reward
-    model) allows: it will be new."""
+    try to add the adapter of the `changes`. Returns whether it has no head, which `new_head`
+    (training a reward model) allows: it will be new."""
     config = load_config(folder, "model")
     check_classifier_config(config, folder)
     with reading(f"{folder}: no reward model can be built from its config.json"):
@@ -229,7 +246,7 @@ def check_sequence_classifier(
             f"{folder}: has no trained scalar head ({SCORE_WEIGHT}), so it is a language model and"
             " not a reward model; give a reward model, which step 2 trains"
         )
-    check_adapter(partial(kind, config), folder, adapter)
+    check_adapter(partial(kind, config), folder, changes.adapter)
     return is_new
 
 

@@ -23,6 +23,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, move_files_up, way_out
 from dschat_ppo.common.heartbeat import heartbeat, watchdog_paused
 from dschat_ppo.common.logging import logger
+from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import NonFiniteError, StorageError
 from dschat_ppo.models.adapter_merging import matrices_of, merged_weight
 from dschat_ppo.models.adapters import adapter_layers, is_adapter_parameter
@@ -70,6 +71,13 @@ class SavedForm:
     merge: bool = True
     card: Callable[[bool, bool], str] | None = None
     dtype: torch.dtype | None = None
+
+
+def saves_whole_model(config: StepConfig, prefix: str) -> bool:
+    """Whether a model that trains is saved whole, with its adapter merged; else its adapter alone.
+    If other weights train with an adapter, the adapter alone would not be the model. `prefix`: of
+    the model's flags."""
+    return not config.is_frozen(prefix) or bool(config.value("lora_merge"))
 
 
 def saved_dtype(module: WrappedModel, save_dtype: str | None) -> torch.dtype | None:
@@ -200,7 +208,7 @@ def save_model(
     )
     includes: Callable[[str], bool] | None = None
     if as_adapter:
-        includes = is_in_adapter_folder
+        includes = is_saved_without_base
     state = gather_state(model, includes)
     if weights is not None:
         state |= weights
@@ -300,7 +308,7 @@ def _why_not_written(problem: OSError | SafetensorError) -> tuple[str, int | Non
     return reason, int(error_number[1])
 
 
-def is_in_adapter_folder(name: str) -> bool:
+def is_saved_without_base(name: str) -> bool:
     """Whether a parameter of this name is part of an adapter folder: of the adapter, or of a score
     head."""
     return name.startswith(f"{SCORE}.") or is_adapter_parameter(name)

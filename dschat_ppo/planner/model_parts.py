@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.engine.build_engine import is_layer_matrix
 from dschat_ppo.errors import reading
 from dschat_ppo.models.activation_memory import decoder_layers
-from dschat_ppo.models.adapters import AdapterSettings, adapter_layers, add_adapter
+from dschat_ppo.models.adapters import adapter_layers, add_adapter
 from dschat_ppo.models.architectures import (
     MASK_IS_READ,
     backbone_of,
@@ -29,7 +29,7 @@ from dschat_ppo.models.architectures import (
 )
 from dschat_ppo.models.backbone import attention_is_replaceable, position_arguments
 from dschat_ppo.models.fast_layers import use_fast_layers
-from dschat_ppo.models.loading import DTYPES, load_config
+from dschat_ppo.models.loading import AS_SAVED, DTYPES, ModelChanges, load_config
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.rollout.cache_memory import cached_bytes
 
@@ -100,20 +100,20 @@ def sizes_of(
     config: PretrainedConfig,
     dtype: str,
     scalar: bool,
-    adapter: AdapterSettings | None = None,
+    changes: ModelChanges = AS_SAVED,
     on_gpu: bool = True,
 ) -> ModelSizes:
-    """The sizes of a model with a `scalar` head or that of a language model, in which `adapter`
-    trains. On a CPU, layers with kernels save less for the backward pass than `on_gpu`.
+    """The sizes of a model with a `scalar` head or that of a language model, with the adapter of
+    the `changes`. On a CPU, layers with kernels save less for the backward pass than `on_gpu`.
 
     Raises:
         UserError: transformers cannot build the model, it reads numbers in its forward pass and
             cannot run without data, or it has not the settings of a decoder.
     """
-    key = (config.to_json_string(use_diff=False), dtype, scalar, adapter, on_gpu)
+    key = (config.to_json_string(use_diff=False), dtype, scalar, changes, on_gpu)
     if key not in _COUNTED:
         with reading(f"{type(config).__name__}: its memory cannot be counted"):
-            _COUNTED[key] = _count_sizes(config, dtype, scalar, adapter, on_gpu)
+            _COUNTED[key] = _count_sizes(config, dtype, scalar, changes, on_gpu)
     return _COUNTED[key]
 
 
@@ -121,7 +121,7 @@ def _count_sizes(
     config: PretrainedConfig,
     dtype: str,
     scalar: bool,
-    adapter: AdapterSettings | None,
+    changes: ModelChanges,
     on_gpu: bool,
 ) -> ModelSizes:
     """`sizes_of`, by building the model and running it on the meta device. Building may raise
@@ -144,8 +144,9 @@ def _count_sizes(
         backbone = backbone_of(model)
         vocabulary = model.get_output_embeddings().weight.shape[0]
         kv_bytes, state_bytes = _cache_bytes(model)
-    if adapter is not None:
-        add_adapter(model, adapter)
+    if changes.adapter is not None:
+        # dropout does not change what is counted
+        add_adapter(model, replace(changes.adapter, dropout=0.0))
     layers = [_numbers_in(layer.parameters()) for layer in decoder_layers(backbone)]
     weights = dict(model.named_parameters())  # a tied one once
     adapted = [layer.get_base_layer().weight for layer in adapter_layers(model).values()]

@@ -20,7 +20,7 @@ from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.engine.build_engine import may_be_whole
 from dschat_ppo.engine.ds_config import config_of_run, eval_config
 from dschat_ppo.errors import UserError, attempt, counted, in_one_line
-from dschat_ppo.models.adapters import adapter_settings
+from dschat_ppo.models.loading import changes_to_train
 from dschat_ppo.planner.model_parts import ModelSizes, read_model_configs, sizes_of
 from dschat_ppo.planner.phase_memory import (
     Phase,
@@ -208,7 +208,7 @@ def roles_of(
         weight_bytes = ITEMSIZE[config.run.dtype] * sizes.total
         bits = 0
         if sizes.adapted and not shared:
-            bits = quantised_bits(flags)
+            bits = config.frozen_bits
         role = Role(
             name,
             replace(sizes, total=sizes.total - shared),
@@ -231,16 +231,15 @@ def roles_of(
 def _sizes_of_role(
     config: StepConfig, name: str, model: PretrainedConfig, on_gpu: bool
 ) -> ModelSizes:
-    """The sizes of a role's whole model, with its LoRA adapter if it trains one; `trained` is 0 for
-    a role that does not train."""
+    """The sizes of a role's whole model, with what trains in it; `trained` is 0 for a role that
+    does not train."""
     is_scalar = name in ("critic", "reward") or (isinstance(config, FitConfig) and config.has_head)
     dtype = config.run.dtype
     if name not in FLAG_PREFIXES:
-        return replace(sizes_of(model, dtype, is_scalar, None, on_gpu), trained=0)
-    # dropout and quantisation do not change what is counted
-    flags = replace(config.adapters, lora_dropout=0.0, load_in_4bit=False, load_in_8bit=False)
-    adapter = adapter_settings(config.lora, flags, FLAG_PREFIXES[name])
-    return sizes_of(model, dtype, is_scalar, adapter, on_gpu)
+        return replace(sizes_of(model, dtype, is_scalar, on_gpu=on_gpu), trained=0)
+    # quantisation does not change what is counted
+    changes = changes_to_train(config, FLAG_PREFIXES[name], quantises=False)
+    return sizes_of(model, dtype, is_scalar, changes, on_gpu)
 
 
 def _shared_parameters(
@@ -250,24 +249,13 @@ def _shared_parameters(
     far."""
     if not isinstance(config, PPOConfig):
         return 0
-    if name in ("critic", "reward") and config.lora.share_base:
+    if name in ("critic", "reward") and config.shares_base:
         if name in FLAG_PREFIXES:
             return sizes.total - sizes.trained
         return sizes.total - sizes.head
-    # the frozen base of the actor is the reference
-    reads_actor = config.actor_base_is_frozen and not config.reference.ref_model_name_or_path
-    if name == "reference" and reads_actor:
+    if name == "reference" and config.reference_is_actor_base:
         actor = roles[0].sizes
         return min(actor.total - actor.trained, sizes.total)
-    return 0
-
-
-def quantised_bits(flags: Mapping[str, Any]) -> int:
-    """Bits of a quantised weight (QLoRA); 0 without quantisation."""
-    if flags["load_in_4bit"]:
-        return 4
-    if flags["load_in_8bit"]:
-        return 8
     return 0
 
 

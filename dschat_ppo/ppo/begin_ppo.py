@@ -25,10 +25,14 @@ from dschat_ppo.engine.ds_config import check_zero_plus_plus, require_agreement
 from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.features import hooks
-from dschat_ppo.models.adapters import adapter_settings
 from dschat_ppo.models.kernel_selection import check_attention
-from dschat_ppo.models.loading import check_sequence_classifier, load_config, require_length
-from dschat_ppo.models.model_folders import base_folder, is_adapter_folder, model_folder, with_bases
+from dschat_ppo.models.loading import (
+    changes_to_train,
+    check_sequence_classifier,
+    load_config,
+    require_length,
+)
+from dschat_ppo.models.model_folders import model_folder, with_bases
 from dschat_ppo.models.tokenizers import load_tokenizer, read_tokenizer
 from dschat_ppo.models.vocabulary import check_vocabulary
 from dschat_ppo.ppo.components import PPOData
@@ -75,9 +79,9 @@ def check_models(
     `tokenizer` is the actor's, whose token ids the others read; only a reward model may have its
     own. `UserError` names the flag and the folder."""
     longest = config.ppo.max_prompt_seq_len + config.ppo.max_answer_seq_len
-    adapter = adapter_settings(config.lora, config.adapters, "actor_")
+    changes = changes_to_train(config, "actor_")
     actor_config = check_language_model(
-        config, ACTOR, folders.actor, tokenizer, longest, LIMITS, adapter
+        config, ACTOR, folders.actor, tokenizer, longest, LIMITS, changes
     )
     for check_trained_model in hooks("checks.check_trained_model"):
         check_trained_model(config, actor_config, f"{ACTOR} {folders.actor}")
@@ -87,8 +91,8 @@ def check_models(
     if folders.critic is not None:
         flag, _ = config.models["critic"]
         with naming(flag):
-            adapter = adapter_settings(config.lora, config.adapters, "critic_")
-            check_sequence_classifier(folders.critic, config.critic_may_have_new_head, adapter)
+            changes = changes_to_train(config, "critic_")
+            check_sequence_classifier(folders.critic, config.critic_may_have_new_head, changes)
         if folders.critic != folders.actor:  # else it is checked above
             critic_config = load_config(folders.critic, flag)
             resize = config.run.resize_vocabulary
@@ -97,30 +101,8 @@ def check_models(
         check_attention(config, flag, folders.critic, scalar=True)
     if folders.reward is not None:
         _check_reward_model(config, folders.reward, tokenizer, longest)
-    if config.lora.share_base:
-        check_shared_base(config, folders)
-
-
-def check_shared_base(config: PPOConfig, folders: ModelFolders) -> None:
-    """Check that all models can be adapters over the actor's base (`--share_base`)."""
-    actor_base = Path(base_folder(folders.actor, ACTOR)).resolve()
-    for role, folder in (("reward", folders.reward), ("critic", folders.critic)):
-        if folder is None:
-            continue
-        flag, _ = config.models[role]
-        base = Path(base_folder(folder, flag)).resolve()
-        if base != actor_base:
-            raise UserError(
-                f"--share_base: the base of {flag} {folder} is {base}, but that of {ACTOR}"
-                f" {folders.actor} is {actor_base}; train both as adapters over one base, or omit"
-                " --share_base"
-            )
-    if folders.reward is not None and not is_adapter_folder(folders.reward):
-        raise UserError(
-            f"--share_base: {config.models['reward'][0]} {folders.reward} is a whole model; train"
-            " it as an adapter over the actor's base (step 2 with --lora_dim and"
-            " --only_optimize_lora), or omit --share_base"
-        )
+    for check_folders in hooks("checks.check_folders"):  # of step 3, by role
+        check_folders(config, folders)
 
 
 def _check_reward_model(
@@ -214,9 +196,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     functions = CheckedFunctions()
     device, output = begin_run(config, partial(functions.check, config))
     require_agreement(config, dist.world_size())
-    check_zero_plus_plus(
-        config.memory, config.ppo_memory.enable_mixed_precision_lora, dist.world_size(), device.type
-    )
+    check_zero_plus_plus(config.memory, config.quantises_frozen, dist.world_size(), device.type)
     folders = local_model_folders(config)
     tokenizer = with_template_flags(load_tokenizer(folders.actor, ACTOR), config.data)
     check_models(config, folders, tokenizer)

@@ -27,6 +27,7 @@ from dschat_ppo.models.saving import (
     require_finite_weights,
     save_model,
     saved_dtype,
+    saves_whole_model,
 )
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.step_line import PPO_COLUMNS
@@ -190,7 +191,7 @@ def saved_forms(
     return {
         role: SavedForm(
             ends,
-            engines.saves_merged,
+            saves_whole_model(config, f"{role}_"),
             partial(model_card, config, role),
             saved_dtype(engine.module, config.run.save_dtype),
         )

@@ -9,9 +9,14 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError
 from dschat_ppo.features import hooks
-from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.models.kernel_selection import check_attention
-from dschat_ppo.models.loading import check_causal_lm, load_config, require_length
+from dschat_ppo.models.loading import (
+    AS_SAVED,
+    ModelChanges,
+    check_causal_lm,
+    load_config,
+    require_length,
+)
 from dschat_ppo.models.tokenizers import read_tokenizer
 from dschat_ppo.models.vocabulary import check_vocabulary
 from dschat_ppo.run.session import naming
@@ -24,15 +29,15 @@ def check_language_model(
     tokenizer: PreTrainedTokenizerBase,
     longest: int,
     limits: str,
-    adapter: AdapterSettings | None = None,
+    changes: ModelChanges = AS_SAVED,
 ) -> PretrainedConfig:
     """Check that `folder`, which `flag` names, holds a language model that can read the tokenizer's
-    ids in rows of up to `longest` tokens, a number that the flags `limits` set; returns its
-    configuration."""
+    ids in rows of up to `longest` tokens, a number that the flags `limits` set, and that the
+    `changes` can be made; returns its configuration."""
     model_config = load_config(folder, flag)
     check_vocabulary(tokenizer, model_config, flag, folder, resize=config.run.resize_vocabulary)
     with naming(flag):
-        check_causal_lm(folder, adapter)
+        check_causal_lm(folder, changes)
     require_length(folder, longest, limits)
     check_attention(config, flag, folder, scalar=False)
     return model_config

@@ -16,7 +16,7 @@ from dschat_ppo.data.batches import SFTBatch, collate_sft
 from dschat_ppo.engine.build_engine import eval_engine, frozen_policy, require_whole_distributions
 from dschat_ppo.features import hooks
 from dschat_ppo.models.kernel_selection import apply_memory_flags, select_kernels
-from dschat_ppo.models.loading import ModelChanges, load_causal_lm
+from dschat_ppo.models.loading import changes_to_train, load_causal_lm
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.models.wrapped_models import PolicyModel, Teaching
 from dschat_ppo.monitor.metric_sums import MetricSums
@@ -112,7 +112,7 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     fit = config.fit
     run_flags = config.run
     run = begin_supervised_run(config, "SFT", "step 1: supervised fine-tuning")
-    changes = ModelChanges(fit.dropout, run_flags.resize_vocabulary, run.adapter)
+    changes = changes_to_train(config, dropout=fit.dropout)
     model = PolicyModel(load_causal_lm(run.model_folder, run_flags.dtype, run.ds_config, changes))
     apply_memory_flags(model, config.memory, fit.gradient_checkpointing)
     further = further_engines(config, run.further_folders)

@@ -21,16 +21,19 @@ from dschat_ppo.common.atomic_files import make_folder, write_file
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.supervised_config import FitConfig
-from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.supervised_batches import plan_packing
 from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import Config, require_agreement
 from dschat_ppo.errors import StorageError, UserError, counted
 from dschat_ppo.features import hooks
-from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.kernel_selection import check_attention
-from dschat_ppo.models.loading import check_sequence_classifier, load_config, require_length
+from dschat_ppo.models.loading import (
+    changes_to_train,
+    check_sequence_classifier,
+    load_config,
+    require_length,
+)
 from dschat_ppo.models.model_folders import base_folder, model_folder, with_bases
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.vocabulary import check_vocabulary
@@ -74,7 +77,6 @@ class SupervisedRun:
     session: Session | None  # None: --validate_only
     ds_config: Config
     nonfinite: NonFinitePolicy
-    adapter: AdapterSettings | None
     config: FitConfig
 
 
@@ -85,10 +87,9 @@ def begin_supervised_run(config: FitConfig, name: str, title: str) -> Supervised
     fit = config.fit
     device, output = begin_run(config)
     logger().info(title)
-    adapter = adapter_settings(config.lora, config.adapters)
     folder = model_folder(fit.model_name_or_path, MODEL)
     tokenizer = with_template_flags(load_tokenizer(folder, MODEL), config.data)
-    _check_model(config, folder, tokenizer, adapter)
+    _check_model(config, folder, tokenizer)
     further_folders = {}
     for model in config.further_models:
         further_folders[model.role] = model_folder(model.name, model.flag)
@@ -98,7 +99,7 @@ def begin_supervised_run(config: FitConfig, name: str, title: str) -> Supervised
     announce("prepare data")
     rows = prepare(config.step_data, tokenizer)
     _require_evaluation_rows(config, rows)
-    report_learning_rate(fit, adapter, folder)
+    report_learning_rate(config, folder)
     log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)
     packing = None
     if fit.packing:
@@ -130,32 +131,27 @@ def begin_supervised_run(config: FitConfig, name: str, title: str) -> Supervised
         session=session,
         ds_config=ds_config,
         nonfinite=NonFinitePolicy(config.safety, recorders_of(config, tokenizer)),
-        adapter=adapter,
         config=config,
     )
 
 
-def _check_model(
-    config: FitConfig,
-    folder: str,
-    tokenizer: PreTrainedTokenizerBase,
-    adapter: AdapterSettings | None,
-) -> None:
+def _check_model(config: FitConfig, folder: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that the model in `folder` can be trained by the flags: its kind, vocabulary and
     longest row, and what features need."""
     fit = config.fit
+    changes = changes_to_train(config)
     if config.has_head:
         model_config = load_config(folder, MODEL)
         check_vocabulary(
             tokenizer, model_config, MODEL, folder, resize=config.run.resize_vocabulary
         )
         with naming(MODEL):
-            check_sequence_classifier(folder, True, adapter)
+            check_sequence_classifier(folder, True, changes)
         require_length(folder, fit.max_seq_len, LIMIT)
         check_attention(config, MODEL, folder, scalar=True)
     else:
         model_config = check_language_model(
-            config, MODEL, folder, tokenizer, fit.max_seq_len, LIMIT, adapter
+            config, MODEL, folder, tokenizer, fit.max_seq_len, LIMIT, changes
         )
     for check_trained_model in hooks("checks.check_trained_model"):
         check_trained_model(config, model_config, f"{MODEL} {folder}")
@@ -177,13 +173,12 @@ def _require_evaluation_rows(config: FitConfig, rows: TokenRows) -> None:
         )
 
 
-def report_learning_rate(
-    fit: SupervisedFlags, adapter: AdapterSettings | None, folder: str
-) -> None:
+def report_learning_rate(config: FitConfig, folder: str) -> None:
     """Warn of a learning rate above which training all weights ruins most pretrained models: 1e-4,
     and more for models of less than 100 M parameters, in inverse proportion to their number.
     `folder`: of the model."""
-    if fit.validate_only or (adapter is not None and adapter.freeze_base):
+    fit = config.fit
+    if fit.validate_only or config.is_frozen(""):
         return
     parameters = sum(
         math.prod(shape) for shape in checkpoint_shapes(base_folder(folder, MODEL)).values()

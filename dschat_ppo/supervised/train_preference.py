@@ -17,9 +17,8 @@ from dschat_ppo.config.supervised_config import PreferenceConfig
 from dschat_ppo.data.supervised_batches import LabelledBatch, PairBatch
 from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.features import hooks
-from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.models.kernel_selection import apply_memory_flags
-from dschat_ppo.models.loading import ModelChanges, load_causal_lm, load_sequence_classifier
+from dschat_ppo.models.loading import changes_to_train, load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.run.start_and_end import tool_command
@@ -45,27 +44,20 @@ for objectives_of_feature in hooks("objectives.OBJECTIVES"):
 
 
 def load_trained_model(
-    folder: str, config: PreferenceConfig, ds_config: Config, adapter: AdapterSettings | None = None
+    folder: str, config: PreferenceConfig, ds_config: Config
 ) -> PolicyModel | ScalarModel:
     """The model that the objective trains: a classifier with a scalar head (new if the folder has
     none), or a language model. A language model has no dropout unless `--dropout` is given, since
     the reference has none."""
     fit = config.fit
     dtype = config.run.dtype
-    resize = config.run.resize_vocabulary
     model: PolicyModel | ScalarModel
     if config.has_head:
-        model = ScalarModel(
-            load_sequence_classifier(
-                folder, dtype, ds_config, True, ModelChanges(fit.dropout, resize, adapter)
-            )
-        )
+        changes = changes_to_train(config, dropout=fit.dropout)
+        model = ScalarModel(load_sequence_classifier(folder, dtype, ds_config, True, changes))
     else:
-        model = PolicyModel(
-            load_causal_lm(
-                folder, dtype, ds_config, ModelChanges(fit.dropout or 0.0, resize, adapter)
-            )
-        )
+        changes = changes_to_train(config, dropout=fit.dropout or 0.0)
+        model = PolicyModel(load_causal_lm(folder, dtype, ds_config, changes))
     apply_memory_flags(model, config.memory, fit.gradient_checkpointing)
     return model
 
@@ -77,7 +69,7 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
     run = begin_supervised_run(config, kind.title, f"step 2: --objective {name} {kind.aim}")
     if name != "reward" and any(run.rows.at_hand["margin"]):
         logger().info(f"data: --objective {name} does not use the column `margin`")
-    model = load_trained_model(run.model_folder, config, run.ds_config, run.adapter)
+    model = load_trained_model(run.model_folder, config, run.ds_config)
     objective = OBJECTIVES[name].build(filler_id(run.tokenizer), run.device, config)
     trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, config, run.nonfinite)
     output = str(run.output)

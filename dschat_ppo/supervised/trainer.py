@@ -46,6 +46,7 @@ from dschat_ppo.models.saving import (
     require_finite_weights,
     save_model,
     saved_dtype,
+    saves_whole_model,
 )
 from dschat_ppo.models.wrapped_models import WrappedModel
 from dschat_ppo.monitor.health import HealthWatch
@@ -91,7 +92,7 @@ class SupervisedTrainer(Generic[Batch]):
         self.passes = passes_for(rows.train, fit.max_seq_len)
         self.objective = objective
         self.saved_form = SavedForm(
-            merge=config.adapters.lora_merge or not config.adapters.only_optimize_lora,
+            merge=saves_whole_model(config, ""),
             card=partial(model_card, config, "model"),
             dtype=saved_dtype(model, config.run.save_dtype),
         )

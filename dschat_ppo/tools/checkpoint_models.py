@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,19 @@ from dschat_ppo.config.cli import STEPS, parse
 from dschat_ppo.config.step_config import defaults_of
 from dschat_ppo.data.templates import answer_ends, with_template_flags
 from dschat_ppo.errors import StorageError, UserError
-from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
-from dschat_ppo.models.loading import DTYPES, ModelChanges, load_causal_lm, load_sequence_classifier
+from dschat_ppo.models.loading import (
+    DTYPES,
+    changes_to_train,
+    load_causal_lm,
+    load_sequence_classifier,
+)
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.saving import (
     SavedForm,
     cast_weights,
-    is_in_adapter_folder,
+    is_saved_without_base,
     saved_dtype,
+    saves_whole_model,
     write_model,
 )
 from dschat_ppo.models.tokenizers import load_tokenizer
@@ -41,6 +46,7 @@ from dschat_ppo.rewards.learned_reward import STATISTICS, saved_entries
 from dschat_ppo.run.model_card import model_card
 
 ROLES = ("model", "actor", "critic")
+FLAG_PREFIXES = {"model": "", "actor": "actor_", "critic": "critic_"}  # of roles that train
 
 
 @dataclass(frozen=True)
@@ -163,7 +169,7 @@ def export_role(
     common = common_state(states)
     # weights that the checkpoint does not hold
     frozen = common["frozen"]
-    merge = saves_merged(run, trained_role)
+    merge = saves_whole_model(run.config, FLAG_PREFIXES[trained_role])
     needs_base = bool(frozen) and merge
     base = start_model_folder(run, trained_role, moved_model, needs_base)
     module = build_module(run, trained_role, base, None if needs_base else "meta")
@@ -190,7 +196,7 @@ def export_role(
     state = {name.removeprefix(prefix): value for name, value in {**state, **buffers}.items()}
     config_entries = reward_statistics(run, role)
     if not merge:
-        state = {name: weight for name, weight in state.items() if is_in_adapter_folder(name)}
+        state = {name: weight for name, weight in state.items() if is_saved_without_base(name)}
     module = module.to(number_format)
     if dtype is None:
         state = cast_weights(state, saved_dtype(module, run.config.run.save_dtype), folder)
@@ -253,23 +259,10 @@ def build_module(
         if run.manifest.kind == "reward" and not is_classifier:  # DPO and related losses
             dropout = dropout or 0.0
     dtype = config.run.dtype
-    changes = ModelChanges(dropout, config.run.resize_vocabulary, adapter_of(run, role))
+    changes = changes_to_train(config, FLAG_PREFIXES[role], dropout, quantises=False)
     if is_classifier:
         return ScalarModel(load_sequence_classifier(folder, dtype, None, True, changes, device))
     return PolicyModel(load_causal_lm(folder, dtype, None, changes, device))
-
-
-def adapter_of(run: SavedRun, role: str) -> AdapterSettings | None:
-    """The LoRA adapter of a role, over weights that are not quantised; None without LoRA."""
-    flags = replace(run.config.adapters, load_in_4bit=False, load_in_8bit=False)
-    flag_prefix = "" if role == "model" else f"{role}_"
-    return adapter_settings(run.config.lora, flags, flag_prefix)
-
-
-def saves_merged(run: SavedRun, role: str) -> bool:
-    """Whether the run saves a whole model, and not an adapter folder."""
-    adapters = run.config.adapters
-    return adapter_of(run, role) is None or adapters.lora_merge or not adapters.only_optimize_lora
 
 
 def role_that_trains(role: str) -> str:
@@ -288,7 +281,7 @@ def recorded_start_model(run: SavedRun, role: str) -> tuple[str, str]:
 def start_model_folder(
     run: SavedRun, role: str, moved_model: str | None, needs_weights: bool
 ) -> str:
-    """The model or adapter folder from which a role started, for its configuration and tokenizer:
+    """The folder from which a role started, for its configuration and tokenizer:
     `moved_model`, which the user names, or as the run recorded it. If `needs_weights`, weights are
     read from it too, and no other model will do."""
     way_out = "--critic_model" if role == "critic" else "--model"

@@ -345,7 +345,7 @@ def test_adapters_that_cannot_be_used_are_refused(once, folder, tmp_path, entrie
     for name, path in {"ADAPTER": str(folder), "ONCE": str(once[1])}.items():
         message = message.replace(name, re.escape(path))
     with pytest.raises(UserError, match=message):
-        check_causal_lm(changed(folder, **entries), asked)
+        check_causal_lm(changed(folder, **entries), ModelChanges(adapter=asked))
 
 
 @pytest.mark.parametrize("is_pickled", [False, True])

@@ -8,13 +8,12 @@ import sys
 import pytest
 import torch
 from adapter_folders import RANK, save_adapter
+from command_lines import config_of
 from peft import LoraConfig, PeftModel, inject_adapter_in_model
 from tiny_models import new_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from dschat_ppo.config.run_flags import AdapterFlags
-from dschat_ppo.config.supervised_flags import LoraFlags
 from dschat_ppo.engine.shared_base import classifier_over_base, model_over_base
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.adapter_merging import adapters_merged, load_merged
@@ -202,7 +201,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     with pytest.raises(
         UserError, match=r'^LoRA needs the package peft: pip install -e "\.\[lora\]"$'
     ):
-        adapter_settings(LoraFlags(5), AdapterFlags())
+        adapter_settings(config_of("sft", "--lora_dim", "5"))
     with pytest.raises(
         UserError, match=r"^the adapter folder out/sft needs the package peft: pip install"
     ):

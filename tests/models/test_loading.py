@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers as hf
+from command_lines import config_of
 from conftest import tiny_config
 from safetensors.torch import load_file, save_file
 from test_adapters import LORA
@@ -25,8 +26,6 @@ from transformers import (
 )
 
 from dschat_ppo.common import extras
-from dschat_ppo.config.run_flags import AdapterFlags
-from dschat_ppo.config.supervised_flags import LoraFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.models import adapters
 from dschat_ppo.models.adapters import (
@@ -529,19 +528,21 @@ class Linear4bit(nn.Linear):
 
 
 def test_a_gpu_and_the_package_are_needed(monkeypatch):
-    flags = AdapterFlags(load_in_8bit=True, only_optimize_lora=True)
+    words = "--lora_dim 8 --load_in_8bit --only_optimize_lora"
+    config = config_of("sft", *words.split())
     monkeypatch.setattr(adapters.dist, "on_gpu", lambda: False)
     with pytest.raises(UserError, match=r"^--load_in_8bit needs a GPU, and this run has none"):
-        adapter_settings(LoraFlags(8), flags)
-    assert adapter_settings(LoraFlags(0), flags) is None
+        adapter_settings(config)
+    assert adapter_settings(config_of("sft")) is None
+    assert adapter_settings(config, quantises=False).quantise == 0
     monkeypatch.setattr(adapters.dist, "on_gpu", lambda: True)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(
         UserError, match=r"^--load_in_8bit needs the package bitsandbytes: pip install -e \"\.\[q"
     ):
-        adapter_settings(LoraFlags(8), flags)
+        adapter_settings(config)
     monkeypatch.setattr(extras, "find_spec", lambda name: SimpleNamespace(origin=name))
-    assert adapter_settings(LoraFlags(8), flags).quantise == 8
+    assert adapter_settings(config).quantise == 8
 
 
 def test_the_linear_layers_of_the_blocks_are_quantised_and_no_others():

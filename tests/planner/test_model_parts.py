@@ -20,7 +20,7 @@ from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import ZeroOptions, train_config
 from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.models.fast_layers import use_fast_layers
-from dschat_ppo.models.loading import DTYPES
+from dschat_ppo.models.loading import DTYPES, ModelChanges
 from dschat_ppo.models.packing import padded_rows
 from dschat_ppo.planner import role_memory
 from dschat_ppo.planner.model_parts import (
@@ -91,7 +91,7 @@ def test_every_architecture_counts(name):
 
 
 def test_lora_trains_its_matrices_alone():
-    counted = sizes_of(llama(), "bf16", False, LORA)
+    counted = sizes_of(llama(), "bf16", False, ModelChanges(adapter=LORA))
     sizes = [(64, 64), (64, 32), (64, 32), (64, 64), (64, 160), (64, 160), (160, 64)]
     assert counted.trained == 3 * sum(8 * (rows + columns) for rows, columns in sizes)
     assert counted.adapted == 3 * (ATTENTION + MLP)

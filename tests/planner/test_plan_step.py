@@ -263,8 +263,8 @@ def test_what_needs_more_memory_is_not_taken():
 def test_lora_is_proposed_where_nothing_else_fits():
     words, config = proposed(sft(), {"model": LLAMA_8B}, 1, 24 * GIB, 64 * GIB)
     assert (
-        config.lora.lora_dim == 16
-        and config.adapters.only_optimize_lora
+        config.value("lora_dim") == 16
+        and config.value("only_optimize_lora")
         and "--offload" not in words
     )
     assert proposed(sft(), {"model": LLAMA_8B}, 1, GIB, GIB) is None

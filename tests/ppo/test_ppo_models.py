@@ -9,8 +9,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
+from dschat_ppo.features import hooks
 from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.ppo.begin_ppo import check_models, check_shared_base, local_model_folders
+from dschat_ppo.ppo.begin_ppo import check_models, local_model_folders
 
 SHARED = "--actor_lora_dim 4 --critic_lora_dim 4 --only_optimize_lora --share_base"
 
@@ -74,7 +75,8 @@ def check(folders, words: str):
 
 def check_bases(folders, words: str):
     config = config_of(folders, f"{words} {SHARED}")
-    check_shared_base(config, local_model_folders(config))
+    for check_folders in hooks("checks.check_folders"):
+        check_folders(config, local_model_folders(config))
 
 
 def test_a_reference_of_its_own_is_accepted_and_the_actors_folder_is_none(folders):

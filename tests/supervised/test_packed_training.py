@@ -21,15 +21,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
-from dschat_ppo.config.supervised_flags import LoraFlags
 from dschat_ppo.data.batches import PADDING_ROW
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.supervised_batches import PackingPlan, sample_tokens
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.adapters import adapter_layers, adapter_settings, is_adapter_parameter
+from dschat_ppo.models.adapters import adapter_layers, is_adapter_parameter
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.loading import ModelChanges, load_causal_lm
+from dschat_ppo.models.loading import changes_to_train, load_causal_lm
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter
@@ -255,12 +254,14 @@ def make(assets, folder, *more: str) -> SupervisedTrainer:
         " --num_warmup_steps 2"
     )
     config = parse("sft", [*words.split(), *more])
-    adapter = adapter_settings(config.lora, config.adapters)
     ds_config = fit_ds_config(config)
     torch.manual_seed(5)
     model = PolicyModel(
         load_causal_lm(
-            str(assets / "lm"), "fp32", ds_config, ModelChanges(config.fit.dropout, adapter=adapter)
+            str(assets / "lm"),
+            "fp32",
+            ds_config,
+            changes_to_train(config, dropout=config.fit.dropout),
         )
     )
     if config.fit.gradient_checkpointing:
@@ -377,11 +378,11 @@ def test_the_saved_folder_is_an_adapter_unless_other_weights_trained_or_it_is_me
 
 
 def test_the_reference_of_dpo_is_the_model_without_its_adapter(assets, tmp_path):
-    config = pairs_config("--objective", "dpo", "--dtype", "fp32", "--zero_stage", "0", *FROZEN)
-    adapter = adapter_settings(LoraFlags(4), config.adapters)
+    words = ("--objective", "dpo", "--dtype", "fp32", "--zero_stage", "0", *FROZEN)
+    config = pairs_config(*words)
     ds_config = fit_ds_config(config)
     model = PolicyModel(
-        load_causal_lm(str(assets / "lm"), "fp32", ds_config, ModelChanges(0.0, adapter=adapter))
+        load_causal_lm(str(assets / "lm"), "fp32", ds_config, changes_to_train(config, dropout=0.0))
     )
     objective = dpo_objective(0, dist.device(), config)
     trainer = SupervisedTrainer(model, ds_config, TokenRows(PAIRS, None), objective, config)

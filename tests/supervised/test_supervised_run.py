@@ -10,7 +10,6 @@ from pairs_of_answers import config_of, language_model
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.supervised_flags import BestMetric
-from dschat_ppo.models.adapters import adapter_settings
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.run.output_folder import best_is_lost
 from dschat_ppo.supervised import supervised_run
@@ -73,8 +72,7 @@ def test_a_rate_too_high_for_the_weights_that_train_gives_a_warning(
     shapes = {"embedding": (parameters // 2,), "layers": (1, parameters // 2)}
     monkeypatch.setattr(supervised_run, "checkpoint_shapes", lambda folder: shapes)
     config = parse(step, [*WORDS, "--learning_rate", rate, *words.split()])
-    adapter = adapter_settings(config.lora, config.adapters)
-    report_learning_rate(config.fit, adapter, "m")
+    report_learning_rate(config, "m")
     assert len(said) == warned
     assert all(
         line.startswith(f"--learning_rate {float(rate):g} trains whole weights") for line in said

@@ -19,9 +19,8 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.data.batches import epoch_order, optimizer_steps
 from dschat_ppo.data.prepare import TokenRows, prepare
-from dschat_ppo.models.adapters import adapter_settings
 from dschat_ppo.models.kernel_selection import apply_memory_flags
-from dschat_ppo.models.loading import ModelChanges, load_causal_lm
+from dschat_ppo.models.loading import changes_to_train, load_causal_lm
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
@@ -200,9 +199,8 @@ def supervised(
     rows = TokenRows(tokens.select(range(11)), tokens.select(range(11, 16)))
     ds_config = fit_ds_config(config)
     if task == "sft":
-        adapter = adapter_settings(config.lora, config.adapters)
         trained = PolicyModel(
-            load_causal_lm(model, config.run.dtype, ds_config, ModelChanges(adapter=adapter))
+            load_causal_lm(model, config.run.dtype, ds_config, changes_to_train(config))
         )
         folders = {model.role: model.name for model in config.further_models}
         terms = sft_terms(config, further_engines(config, folders).__getitem__)

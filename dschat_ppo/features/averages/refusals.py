@@ -14,7 +14,7 @@ def refuse(config: StepConfig) -> None:
     if not isinstance(config, PPOConfig):
         return
     flags = config.of(AveragesFlags)
-    if flags.ref_sync_interval > 0 and config.lora.actor_lora_dim > 0:
+    if flags.ref_sync_interval > 0 and config.value("actor_lora_dim"):
         raise UserError(
             "--ref_sync_interval mixes whole weights, but with --actor_lora_dim the changes of"
             " the actor are in its adapter; omit one of the two"

@@ -17,9 +17,8 @@ def check_trained_model(config: StepConfig, model_config: PretrainedConfig, mode
     if not isinstance(config, PPOConfig):
         return
     size = config.of(TensorParallelFlags).inference_tp_size
-    lora_dim = config.lora.actor_lora_dim
-    check_tensor_parallel(model_config, size, dist.world_size(), lora_dim)
-    reason = reason_not_to_shard(model_config, lora_dim)
+    check_tensor_parallel(model_config, size, dist.world_size(), config.undivided)
+    reason = reason_not_to_shard(model_config, config.undivided)
     if size > 1 and reason is not None:
         at_zero_3 = "one layer at a time, as with --unpin_actor_parameters"
         if config.ppo.actor_zero_stage == 3:

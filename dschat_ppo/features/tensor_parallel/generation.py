@@ -29,7 +29,7 @@ def generation_change(config: PPOConfig, engines: RLHFEngine) -> GenerationChang
     size = flags.inference_tp_size
     if size == 1:
         return None
-    if reason_not_to_shard(engines.actor.module.config, config.lora.actor_lora_dim) is not None:
+    if reason_not_to_shard(engines.actor.module.config, config.undivided) is not None:
         return GenerationChange(by_layer=True)
     group = dist.group_of(size)
     parallel = TensorParallel(group, dist.rank() % size, size, flags.tp_gather_partition_size)

@@ -45,11 +45,11 @@ class TensorParallel:
     layers: int  # decoder layers that are gathered at a time, to be divided
 
 
-def reason_not_to_shard(config: PretrainedConfig, lora_dim: int) -> str | None:
+def reason_not_to_shard(config: PretrainedConfig, undivided: str | None = None) -> str | None:
     """Why `--inference_tp_size` gathers the layers of a model one at a time; None if it divides
-    them."""
-    if lora_dim > 0:
-        return "layers with LoRA are not divided"
+    them. `undivided`: why the flags exclude it, if they do."""
+    if undivided is not None:
+        return undivided
     plan = tensor_parallel_plan(config)
     model_type = config.get_text_config().model_type
     if not plan:
@@ -61,7 +61,7 @@ def reason_not_to_shard(config: PretrainedConfig, lora_dim: int) -> str | None:
 
 
 def check_tensor_parallel(
-    config: PretrainedConfig, size: int, ranks: int, lora_dim: int = 0
+    config: PretrainedConfig, size: int, ranks: int, undivided: str | None = None
 ) -> None:
     """Check that `--inference_tp_size` suits the ranks and, if its layers are divided, the model.
 
@@ -69,7 +69,7 @@ def check_tensor_parallel(
         config: of the model.
         size: ranks of a group.
         ranks: all of the run.
-        lora_dim: rank of the model's adapter; 0: none.
+        undivided: why the flags exclude divided layers; None if they do not.
 
     Raises:
         UserError: the size divides neither the ranks nor a dimension of the layers.
@@ -81,7 +81,7 @@ def check_tensor_parallel(
     require(
         ranks % size == 0, f"{flag} must divide the number of ranks, {ranks}: set it to a divisor"
     )
-    if reason_not_to_shard(config, lora_dim):
+    if reason_not_to_shard(config, undivided):
         return
     text_config = config.get_text_config()
     heads = text_config.num_attention_heads

@@ -16,6 +16,6 @@ def gathered_layers(config: PPOConfig, actor: PretrainedConfig) -> GatheredLayer
     size = config.of(TensorParallelFlags).inference_tp_size
     if size == 1:
         return None
-    if reason_not_to_shard(actor, config.lora.actor_lora_dim) is not None:
+    if reason_not_to_shard(actor, config.undivided) is not None:
         return GatheredLayers(by_layer=True)
     return GatheredLayers(shards=size)

@@ -52,8 +52,7 @@ def test_models_that_cannot_be_divided_are_refused_before_they_are_loaded(
 
 def test_layers_are_divided_only_where_transformers_has_a_plan_of_known_parts_and_without_lora():
     reasons = {
-        name: reason_not_to_shard(new_model(name).config, 0)
-        for name in ("llama", "gpt2", "mixtral")
+        name: reason_not_to_shard(new_model(name).config) for name in ("llama", "gpt2", "mixtral")
     }
     assert reasons == {
         "llama": None,
@@ -62,7 +61,7 @@ def test_layers_are_divided_only_where_transformers_has_a_plan_of_known_parts_an
             "the plan of mixtral models has moe_tp_experts, packed_colwise, which is not supported"
         ),
     }
-    assert reason_not_to_shard(new_model("llama").config, 8) == "layers with LoRA are not divided"
+    assert reason_not_to_shard(new_model("llama").config, "flags exclude it") == "flags exclude it"
 
 
 def two(rank: int, layers: int = 8) -> TensorParallel:
