@@ -124,51 +124,6 @@ def test_the_reference_has_the_actors_folder_or_its_own():
 
 
 @pytest.mark.parametrize(
-    ("step", "words", "rates"),
-    [
-        ("sft", "--learning_rate 5e-6 --lora_dim 8 --only_optimize_lora", {"": 5e-6}),
-        (
-            "sft",
-            "--learning_rate 2e-5 --lora_dim 8 --only_optimize_lora",
-            {"": 2e-5},
-        ),  # given, although the default
-        (
-            "reward",
-            "--learning-rate=9e-6 --lora_dim 8 --only_optimize_lora",
-            {"": 9e-6},
-        ),  # and of the score head
-        ("sft", "--config FILE --lora_dim 8", {"": 3e-6}),
-        ("sft", "--lora_dim 8 --only_optimize_lora", {"": 5e-4}),
-        ("sft", "--learning_rate 5e-6 --lora_dim 8", {"": 5e-4}),  # other weights train at 5e-6
-        (
-            "sft",
-            "--learning_rate 5e-6 --lora_learning_rate 1e-4 --lora_dim 8 --only_optimize_lora",
-            {"": 1e-4},
-        ),
-        (
-            "ppo",
-            (
-                "--actor_learning_rate 1e-6 --actor_lora_dim 8 --critic_lora_dim 8"
-                " --only_optimize_lora"
-            ),
-            {"actor_": 1e-6, "critic_": 5e-4},
-        ),
-        (
-            "ppo",
-            "--critic_learning_rate 9e-6 --actor_lora_dim 8 --only_optimize_lora",
-            {"actor_": 5e-4, "critic_": 5e-4},
-        ),
-    ],
-)
-def test_a_given_rate_is_that_of_an_adapter_that_trains_in_place_of_the_weights(
-    tmp_path, step, words, rates
-):
-    (tmp_path / "c.yaml").write_text("learning_rate: 3e-6\nonly_optimize_lora: true\n")
-    found = read(step, *words.replace("FILE", str(tmp_path / "c.yaml")).split())
-    assert {prefix: found[f"{prefix}lora_learning_rate"] for prefix in rates} == rates
-
-
-@pytest.mark.parametrize(
     ("objective", "beta", "nll"),
     [
         ("dpo", 0.1, 0.0),

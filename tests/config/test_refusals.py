@@ -10,7 +10,6 @@ from dschat_ppo.config.on_policy import describe, old_logprobs_source
 from dschat_ppo.errors import UserError
 
 GRPO = "--advantage_estimator grpo --n_samples_per_prompt 2"
-LORA = "--actor_lora_dim 4 --critic_lora_dim 4 --only_optimize_lora"
 FUNCTION = "--use_reward_model False --reward_function exact_match"
 CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part of the message
     # schedule and reference
@@ -60,26 +59,6 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
             "--actor_zero_stage 1 --critic_zero_stage 1 --offload_optimizer",
         )
     ],
-    (
-        "ppo",
-        f"--optimizer muon --muon_learning_rate 0.1 {LORA}",
-        "omit --actor_lora_dim or --critic_lora_dim, or use",
-    ),
-    # one base of all models
-    ("ppo", "--share_base --actor_lora_dim 4 --critic_lora_dim 4", "--only_optimize_lora"),
-    ("ppo", "--share_base --critic_lora_dim 4 --only_optimize_lora", "--actor_lora_dim above 0"),
-    ("ppo", "--share_base --actor_lora_dim 4 --only_optimize_lora", "--critic_lora_dim above 0"),
-    (
-        "ppo",
-        f"--share_base {LORA} --actor_zero_stage 3",
-        "--actor_zero_stage 3 and --critic_zero_stage 0 both",
-    ),
-    (
-        "ppo",
-        f"--share_base {LORA} --critic_dropout 0.1",
-        "--actor_dropout and --critic_dropout to the same value",
-    ),
-    ("ppo", f"--share_base {LORA} {GRPO} {FUNCTION}", "neither a critic"),
     # several groups
     (
         "ppo",
@@ -129,11 +108,6 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
         "ppo",
         "--zero_hpz_partition_size 2",
         "--zero_hpz_partition_size (ZeRO++) needs --actor_zero_stage or --critic_zero_stage 3",
-    ),
-    (
-        "ppo",
-        "--enable_mixed_precision_lora",
-        "--actor_zero_stage 3, --actor_lora_dim above 0 and --dtype fp16",
     ),
     (
         "ppo",
@@ -265,12 +239,6 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ),
     # rewards
     ("ppo", "--remote_reward_sources a", "it is for --remote_reward_url"),
-    # LoRA
-    (
-        "sft",
-        "--lora_dim 8 --only_optimize_lora --load_in_4bit --load_in_8bit",
-        "--load_in_4bit and --load_in_8bit: use one of the two",
-    ),
     # objectives
     (
         "reward",
@@ -354,7 +322,6 @@ RANGES = {
         actor_dropout=1.0
         critic_dropout=-0.5 actor_zero_stage=5 test_stop_step=3 reward_timeout=1e7
         high_entropy_share=0
-        critic_lora_learning_rate=1.5
     """
     ),
     "reward": (
@@ -372,8 +339,7 @@ RANGES = {
         weight_decay=-0.1 eval_fraction=1 zero_stage=4 truncation=sideways seed=-1
         data_split=2,4 data_split=0,0,0
         data_split=1,-1,1 data_split=a,b,c data_split=inf,1,1 data_format=parquet warmup_ratio=1
-        lora_dim=-1
-        lora_alpha=0 lora_dropout=1 streaming_rows=9
+        streaming_rows=9
     """
     ),
 }
@@ -401,7 +367,6 @@ WRONG = {
     """
     ),
 }
-RANK = {"sft": "--lora_dim", "dpo": "--lora_dim", "ppo": "--actor_lora_dim"}
 
 
 def refused(step: str, *words: str) -> str:
@@ -460,32 +425,6 @@ def test_the_wrong_values_of_a_file_are_in_one_message(tmp_path):
     assert all(f"--{name} " in message for name in ("reward_default", "dtype", "stop_token_ids"))
 
 
-@pytest.mark.parametrize("step", RANK)
-def test_lora_flags_that_ask_for_something_need_a_rank_and_quantised_weights_are_frozen_whole(step):
-    for name in ("only_optimize_lora", "use_rslora", "use_dora", "load_in_4bit", "load_in_8bit"):
-        message = refused(step, f"--{name}")
-        assert (
-            message.startswith(f"--{name} needs LoRA: set {RANK[step]}")
-            and "1e-5 to 2e-5" in message
-        )
-    stage = RANK[step].replace("lora_dim", "zero_stage")
-    for bits in ("load_in_4bit", "load_in_8bit"):
-        lora = [RANK[step], "8", f"--{bits}"]
-        assert (
-            refused(step, *lora)
-            == f"--{bits} freezes the weights that it quantises: add --only_optimize_lora"
-        )
-        lora.append("--only_optimize_lora")
-        read(step, *lora)
-        assert refused(step, *lora, stage, "3").startswith(f"--{bits} needs {stage} 0, 1 or 2")
-        assert refused(step, *lora, "--lora_merge").startswith(
-            f"--{bits} with --lora_merge would save"
-        )
-    words = [RANK[step], "8", "--resize_vocabulary"]
-    read(step, *words)
-    assert refused(step, *words, "--only_optimize_lora").startswith("--resize_vocabulary adds rows")
-
-
 @pytest.mark.parametrize(
     ("step", "words", "missing"),
     [
@@ -523,12 +462,10 @@ def test_an_empty_name_of_a_model_is_no_name():
     assert models["critic"] == models["reward"] == ("--reward_model_name_or_path", "r")
 
 
-SHARED = f"--share_base {LORA}"
 STAGES = "--actor_zero_stage 3 --critic_zero_stage 2"
 OFFLOAD = (
     "--offload_reference_model --offload_reward_model --actor_zero_stage 3 --critic_zero_stage 3"
 )
-ALONE = "--lora_dim 8 --only_optimize_lora"
 VALIDATE = "--validate_only --eval_data_path e"
 WITHOUT_EFFECT = [  # step, what is given, the flags without effect
     # trackers
@@ -557,38 +494,8 @@ WITHOUT_EFFECT = [  # step, what is given, the flags without effect
             ("--lr_scheduler_type constant --num_warmup_steps 0", ""),
         )
     ],
-    # LoRA
-    ("sft", "--lora_module_name decoder.layers.", "lora_module_name"),
-    ("sft", "--lora_learning_rate 1e-3", "lora_learning_rate"),
-    ("dpo", "--lora_alpha 16", "lora_alpha"),
-    ("reward", "--lora_merge", "lora_merge"),
-    ("sft", "--lora_dim 4 --lora_merge", "lora_merge"),
-    ("ppo", "--actor_lora_module_name layers.", "actor_lora_module_name"),
-    ("ppo", "--actor_lora_dim 8 --critic_lora_learning_rate 1e-3", "critic_lora_learning_rate"),
-    (
-        "ppo",
-        f"{GRPO} --critic_lora_dim 8 --critic_lora_learning_rate 1e-3",
-        "critic_lora_dim critic_lora_learning_rate",
-    ),
-    ("sft", f"--learning_rate 2e-3 --lora_learning_rate 1e-3 {ALONE}", "learning_rate"),
-    ("dpo", f"--learning_rate 2e-3 --lora_learning_rate 5e-4 {ALONE}", "learning_rate"),
-    ("sft", f"--learning_rate 2e-3 {ALONE}", ""),
-    ("sft", "--learning_rate 2e-3 --lora_dim 8", ""),
-    ("reward", f"--learning_rate 2e-3 {ALONE}", ""),  # of the score head
-    (
-        "ppo",
-        (
-            "--actor_learning_rate 1e-3 --actor_lora_learning_rate 2e-3 --actor_lora_dim 8"
-            " --only_optimize_lora"
-        ),
-        "actor_learning_rate",
-    ),
-    ("ppo", "--actor_learning_rate 1e-3 --critic_lora_dim 8 --only_optimize_lora", ""),
     # memory
     ("ppo", OFFLOAD, ""),
-    ("ppo", f"{OFFLOAD} --actor_lora_dim 4", ""),
-    ("ppo", f"{OFFLOAD} {LORA}", "offload_reference_model"),
-    ("ppo", f"{OFFLOAD} {SHARED}", "offload_reference_model offload_reward_model"),
     ("ppo", "--align_overflow --dtype fp16", ""),
     ("ppo", "--align_overflow", "align_overflow"),
     ("ppo", "--align_overflow --dtype fp16 --advantage_estimator remax", "align_overflow"),
@@ -623,19 +530,7 @@ def test_a_note_names_each_flag_without_effect(step, words, names):
         f"--offload_optimizer {STAGES}",
         "--optimizer muon --muon_learning_rate 0.1 --actor_zero_stage 1",
         f"--zero_hpz_partition_size 2 {STAGES}",
-        (
-            "--enable_mixed_precision_lora --actor_lora_dim 8 --only_optimize_lora --dtype fp16"
-            f" {STAGES}"
-        ),
-        f"{SHARED} --actor_zero_stage 1 --critic_zero_stage 2",
-        f"{SHARED} --actor_dropout 0",
-        f"--share_base --actor_lora_dim 4 --only_optimize_lora {GRPO} --actor_zero_stage 3",
         "--kl_estimator full --old_logprobs recompute",
-        "--actor_lora_dim 8 --only_optimize_lora --load_in_4bit --critic_zero_stage 3",
-        (
-            f"{GRPO} --critic_lora_dim 8 --actor_lora_dim 8 --only_optimize_lora --load_in_4bit"
-            " --critic_zero_stage 3"
-        ),
     ],
 )
 def test_flags_that_fit_together_are_accepted(words):
@@ -700,7 +595,6 @@ def test_rows_of_ranks_and_of_groups_that_share_rows_are_counted():
         ("--kl_estimator full", "--kl_estimator full compares"),
         ("--actor_dropout 0.1", "--actor_dropout changes them"),
         ("--critic_dropout 0.1", "--critic_dropout changes values"),
-        ("--actor_lora_dim 4 --lora_dropout 0.1", "--lora_dropout changes them"),
     ],
 )
 def test_what_is_needed_before_the_update_is_scored(words, reason):
