@@ -15,6 +15,7 @@ from dschat_ppo.data.messages import (
     leaves_out,
     looks_like_messages,
 )
+from dschat_ppo.data.uses import further_uses
 from dschat_ppo.data.verdicts import TURNING, VERDICT_ROLES
 
 PICTURES = ("image", "images", "video", "videos", "audio", "audios")
@@ -40,7 +41,7 @@ CONTENT = (
         for role, names in kind.roles.items()
         for name in names.split()
         if "." not in name
-        and role not in ("source", "truth", "task", "scores", "ranks", *VERDICT_ROLES)
+        and role not in ("source", "truth", "scores", "ranks", *VERDICT_ROLES, *kind.signs)
     }
     - {"answer", "answers", "user", "model", "bot"}
 )
@@ -56,7 +57,6 @@ _OF_REWARDS = {
     "output",
     "label",
     "labels",
-    "steps",
     *THOUGHTS,
 }
 # The last word of the name of a column that holds an answer, or the thoughts before one
@@ -81,7 +81,8 @@ def names_an_answer(column: str) -> bool:
 def is_of_rewards(column: str) -> bool:
     """Whether a column tells of answers: with prompts alone it is no loss, and reward functions get
     it."""
-    return column in _OF_REWARDS or names_an_answer(column)
+    is_of_further_use = any(column == use.column for use in further_uses().values())
+    return column in _OF_REWARDS or is_of_further_use or names_an_answer(column)
 
 
 def is_content(column: str, value: Any) -> bool:

@@ -27,6 +27,7 @@ class Kind:
     inside: bool = False
     labelled: bool = False  # each answer is good or bad by itself, so that SFT takes all good ones
     alone: bool = False  # it also holds prompts alone
+    signs: tuple[str, ...] = ()  # roles by which the form is known, and which hold no content
     is_known_set: bool = False  # a data set of DeepSpeed-Chat
 
     def choices(self) -> list[tuple[Use, set[str]]]:

@@ -40,5 +40,6 @@ KINDS = (
         (("steps prompt", "prompt label task"),),
         read_math_shepherd,
         rendering="chat if possible",
+        signs=("task",),
     ),
 )
