@@ -91,7 +91,6 @@ THEIR_NAMES = {
     "overlong_penalty": "overlong_penalty_factor",
     "missing_eos_penalty": "stop_properly_penalty_coef",
     "mask_truncated_answers": "mask_truncated_completions",
-    "max_turns": "max_tool_calling_iterations",
     "stop_strings stop_token_ids": "stop_token stop_token_id",
     "max_steps": "total_episodes",
     "nll_coef": "nll_loss_coef loss_weights",

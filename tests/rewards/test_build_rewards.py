@@ -155,7 +155,6 @@ def test_invalid_sources_are_rejected_before_models_load(changes, problem):
         ("response, gold", {"answer": 1}, "has a column 'gold' .* set it with \\?gold=VALUE"),
         ("completions, solution, **kwargs", {"problem": 1}, "'solution'"),
         ("responses, ground_truth", {"answer": 1}, "--answer_column answer passes"),
-        ("completions, environments, **kwargs", {}, "get_reward\\(\\), which --environment_rew"),
         ("data_source, solution_str, ground_truth", {}, "'ground_truth'"),
         ("response, gold=None", {}, None),
         ("responses, thoughts, turns, **columns", {}, None),

@@ -66,7 +66,7 @@ def test_a_model_of_text_prompts_gets_no_template_of_its_tokenizer(assets, templ
 
 @pytest.mark.parametrize(
     "flag",
-    [["--system", "x"], ["--chat_template", "chatml"], ["--tools", "calculator"]],
+    [["--system", "x"], ["--chat_template", "chatml"]],
 )
 def test_text_prompts_have_nothing_that_a_template_renders(flag):
     with pytest.raises(UserError, match=f"^{flag[0]} needs the chat template"):

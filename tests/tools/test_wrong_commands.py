@@ -32,11 +32,6 @@ WRONG = [
         "--model {lm} --compare {reward}",
         "{reward}: is a reward model or critic, because it has a score head",
     ),
-    (
-        "chat",
-        "--model {lm} --chat_template chatml --tools none.py:f",
-        "--tools none.py:f: cannot be used",
-    ),
     ("data", "--step 1 --data_path x.jsonl --no_such_flag 1", "--no_such_flag"),
     ("data", "--step 3 --data_path x.jsonl --max_seq_len 9", "--max_prompt_seq_len"),
     ("data", "--step 1 --data_path x.jsonl --rows 0", "--rows must be at least 1"),

@@ -127,6 +127,7 @@ class EnvironmentFlags:
 
 FLAGS = {"ppo": EnvironmentFlags, "evaluate": EnvironmentFlags, "chat": EnvironmentFlags}
 REWARDING = ("--environment", "--tool_config", "--agent_func_path")
+THEIR_NAMES = {"max_turns": "max_tool_calling_iterations"}
 DESCRIPTIONS = {
     "evaluate": (
         "With tools or an environment an answer is an episode, as in step 3; --max_tokens counts"

@@ -61,10 +61,12 @@ def test_flags_of_step_3_that_do_not_go_together_are_refused(words, message):
     [
         ("--max_turns 3", "--max_turns 3 has no effect"),
         ("--environment_workers 3", "--environment_workers: has no effect here"),
+        ("--apply_chat_template False --tools calculator", "--tools needs the chat template"),
+        ("--chat_template chatml --tools none.py:f", "--tools none.py:f: cannot be used"),
     ],
 )
-def test_a_wrong_chat_is_refused_in_a_line(words, said, capsys):
-    assert chat.main(["--model", "a", *words.split()]) == 2
+def test_a_wrong_chat_is_refused_in_a_line(assets, words, said, capsys):
+    assert chat.main(["--model", str(assets / "lm"), *words.split()]) == 2
     assert said in capsys.readouterr().err
 
 
