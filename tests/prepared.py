@@ -10,9 +10,9 @@ from datasets import Dataset
 
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.data.lazy_rows import TrainingRows
 from dschat_ppo.data.rows import ORIGIN, RawRows, read_splits
 from dschat_ppo.data.sources import DataSource, open_set, parse_sources
-from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.tools.toy import make_tokenizer
 
 TOKENIZER = make_tokenizer(["a b c d"])
@@ -38,24 +38,18 @@ def write_jsonl(path: Path, rows: list) -> str:
     return str(path)
 
 
-def flags_for(
-    tmp_path: Path, *paths: str, use: str = "sft", rows: int | None = None, **settings
-) -> DataFlags:
-    """Flags by which a step uses all rows of the paths as text; with `rows`, as a stream of so
-    many."""
+def flags_for(tmp_path: Path, *paths: str, use: str = "sft", **settings) -> DataFlags:
+    """Flags by which a step uses all rows of the paths as text."""
     settings = {"data_split": WHOLE[use], "apply_chat_template": False, **settings}
-    stream = {"streaming": rows is not None, "streaming_rows": rows}
-    return DataFlags(
-        data_path=list(paths), data_output_path=str(tmp_path / "cache"), **stream, **settings
-    )
+    return DataFlags(data_path=list(paths), data_output_path=str(tmp_path / "cache"), **settings)
 
 
 def prompts_of(rows: Dataset) -> list[str]:
     return [TOKENIZER.decode(ids) for ids in rows["prompt_ids"]]
 
 
-def listed(rows: Dataset | StreamedRows) -> list[dict]:
-    """Token rows, of a stream too, in a fixed order, without the digest, which only a table has."""
+def listed(rows: TrainingRows) -> list[dict]:
+    """Token rows in a fixed order, without the digest, which lazy rows may lack."""
     found = [
         {name: value for name, value in rows[i].items() if name != "digest"}
         for i in range(len(rows))

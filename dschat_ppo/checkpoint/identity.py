@@ -28,7 +28,7 @@ from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.run_flags import AUTO, NEVER, WITHOUT_EFFECT, SafetyFlags
 from dschat_ppo.config.step_config import StepConfig, defaults_of, flatten
-from dschat_ppo.data.streaming import StreamedRows
+from dschat_ppo.data.lazy_rows import LazyRows, TrainingRows
 from dschat_ppo.errors import UserError
 from dschat_ppo.features import hooks
 from dschat_ppo.monitor.writers import is_finished
@@ -167,7 +167,7 @@ class RunInputs:
     input. `rows`: name -> further token rows. `models` and `files`: (flag, local folder or path) of
     each."""
 
-    train: Dataset | StreamedRows
+    train: TrainingRows
     rows: dict[str, Dataset | None] = field(default_factory=dict)
     models: Sequence[tuple[str, str | None]] = ()
     files: Sequence[tuple[str, str | None]] = ()
@@ -207,11 +207,11 @@ def is_fingerprinted_model(config: Mapping[str, Any], flag: str, folder: str) ->
     return saved is None or saved == model_fingerprint(folder)[:_SHORT]
 
 
-def rows_fingerprint(rows: Dataset | StreamedRows) -> str:
+def rows_fingerprint(rows: TrainingRows) -> str:
     """SHA-256 of the content of all rows in order, as 64 hex digits, independent of how they are
     stored. From `MANY_ROWS` on it covers the column `digest`, if there is one, in which
     `data.prepare` stores a hash of each row: reading a million shuffled rows takes minutes."""
-    if isinstance(rows, StreamedRows):
+    if isinstance(rows, LazyRows):
         return rows.fingerprint
     digest = hashlib.sha256()
     if len(rows) >= MANY_ROWS and DIGEST in rows.column_names:
@@ -228,10 +228,10 @@ def rows_fingerprint(rows: Dataset | StreamedRows) -> str:
             texts = pyarrow.compute.replace_substring_regex(table.column("row"), r",?\n.*", "}")
             table = table.set_column(columns.index("row"), table.schema.field("row"), texts)
         table = table.replace_schema_metadata(None).combine_chunks()
-        stream = pyarrow.BufferOutputStream()
-        with pyarrow.ipc.new_stream(stream, table.schema) as writer:
+        sink = pyarrow.BufferOutputStream()
+        with pyarrow.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
-        digest.update(stream.getvalue())
+        digest.update(sink.getvalue())
         heartbeat()  # only rank 0 does this, for any number of rows
     return digest.hexdigest()
 

@@ -274,25 +274,12 @@ class DataFlags:
         "rows that cannot be used: 'few' drops and counts them, but stops if they are more than 1"
         " percent; 'skip' drops them however many they are; 'error' stops if there is one",
     )
-    streaming: bool = flag(
-        False,
-        "read and tokenise the training rows during training, in pieces, for data sets larger than"
-        " the disk",
-    )
-    streaming_rows: int | None = positive(
-        None, "number of training rows of an epoch; required with --streaming"
-    )
 
     def __post_init__(self) -> None:
         check_values(self)
         if self.answer_pattern is not None and self.answer_column is None:
             raise UserError(
                 "--answer_pattern needs --answer_column, in which it finds the correct answer"
-            )
-        if self.streaming != (self.streaming_rows is not None):
-            raise UserError(
-                "--streaming and --streaming_rows need each other: the number of rows sets the"
-                " length of an epoch"
             )
 
     @property
@@ -335,6 +322,23 @@ class PromptColumn:
 
 
 @dataclass(frozen=True)
+class LazyTraining:
+    """How a feature makes training rows while the run trains (`data/lazy_rows.py`).
+
+    Attributes:
+        words: The flags that ask for it, "--NAME=VALUE" each.
+        prepare_source: (`DataSource`, `StepData`, tokenizer, whether the step has no other data
+            set) -> the data set as a `PreparedSource` with something `lazy`.
+        start: (what is `lazy` of all data sets, `StepData`) -> `LazyRows`, and the names of the
+            data sets that their column `source` numbers.
+    """
+
+    words: Sequence[str]
+    prepare_source: Callable[..., Any]
+    start: Callable[[list[Any], StepData], tuple[Any, tuple[str, ...]]]
+
+
+@dataclass(frozen=True)
 class StepData:
     """What one step wants of its data."""
 
@@ -354,6 +358,7 @@ class StepData:
     prompt_columns: Sequence[PromptColumn] = ()  # of features, for the use "prompt"
     # keep the answer of the row with the prompt, for the use "prompt"; see `form_use`
     keeps_answers: bool = False
+    lazy: LazyTraining | None = None  # None: all training rows are made before the run trains
     # use only the first rows of each data set, as if there were no others
     most_rows: int | None = None
     # if given, all rows of `flags.data_path`, which this flag names, are for evaluation

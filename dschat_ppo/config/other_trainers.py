@@ -19,7 +19,6 @@ THEIR_NAMES = {
         "dataset dataset_name prompt_data prompt_dataset dataset_train_split dataset_split"
     ),
     "eval_data_path": "eval_dataset dataset_test_split",
-    "streaming": "dataset_streaming",
     "preprocessing_num_workers": "dataset_num_proc",
     "chat_template": "chat_template_path tokenizer_chat_template",
     "prompt_column": "prompt_key",

@@ -68,11 +68,6 @@ class PPOConfig(StepConfig):
                 f"--advantage_estimator {algorithm.advantage_estimator} compares the answers to one"
                 " prompt: set --n_samples_per_prompt to 2 or more"
             )
-        if ppo.sampler is not None and self.data.streaming:
-            raise UserError(
-                "--sampler chooses among all prompts, which --streaming does not know; use one of"
-                " the two"
-            )
         if ppo.old_logprobs == "rollout" and algorithm.needs_training_logprobs:
             raise UserError(
                 "--old_logprobs rollout skips the forward pass that --importance_correction,"

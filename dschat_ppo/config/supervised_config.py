@@ -14,7 +14,6 @@ from dschat_ppo.config.supervised_flags import (
     SFTFlags,
     SupervisedFlags,
 )
-from dschat_ppo.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +23,6 @@ class FitConfig(StepConfig):
     fit: SupervisedFlags
     best: BestFlags
     health: FitHealthFlags
-
-    def __post_init__(self) -> None:
-        if self.fit.packing and self.data.streaming:
-            raise UserError(
-                "--packing needs the length of every training row before the first step, "
-                "which --streaming does not know; use one of the two"
-            )
-        super().__post_init__()
 
     @property
     def training(self) -> SupervisedFlags:
@@ -106,11 +97,6 @@ class PreferenceConfig(FitConfig):
     }
 
     def __post_init__(self) -> None:
-        if self.reward.has_reference and self.data.streaming:
-            raise UserError(
-                f"--objective {self.reward.objective} computes log-probs of the reference for "
-                "all rows before training, so it does not go with --streaming"
-            )
         self.best.require_metric(self.reward.eval_metrics)
         super().__post_init__()
 

@@ -18,7 +18,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.data.streaming import StreamedRows, rows_at_hand
+from dschat_ppo.data.lazy_rows import (
+    TrainingRows,
+    position_in_data,
+    read_on,
+    rows_at_hand,
+)
 from dschat_ppo.types import PromptBatch
 
 PADDING_ROW = -1  # index of a row that fills up the last batch and has no loss
@@ -32,8 +37,8 @@ def epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
     return torch.randperm(num_rows, generator=shared_generator(seed, epoch)).tolist()
 
 
-def chunked_order(rows: Dataset | StreamedRows, seed: int, epoch: int) -> Iterator[int]:
-    """All row indices of an epoch: chunk after chunk of a stream, each a permutation that is drawn
+def chunked_order(rows: TrainingRows, seed: int, epoch: int) -> Iterator[int]:
+    """All row indices of an epoch: chunk after chunk of lazy rows, each a permutation that is drawn
     when it is needed. A single chunk has the `epoch_order`: a last 0 does not change the
     generator."""
     size = len(rows_at_hand(rows))
@@ -67,7 +72,7 @@ def optimizer_steps(
 class IndexStream:
     """An endless sequence of row indices, the same on every rank, reshuffled every epoch."""
 
-    def __init__(self, rows: Dataset | StreamedRows, seed: int):
+    def __init__(self, rows: TrainingRows, seed: int):
         self._rows = rows
         self._seed = seed
         self._rest_of_epoch: Iterator[int] = iter(())
@@ -88,18 +93,14 @@ class IndexStream:
         return indices
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the sequence, and in the data of a stream, for `load_state_dict`."""
-        data = None
-        if isinstance(self._rows, StreamedRows):
-            data = self._rows.state_dict()
-        return {"taken": self.taken, "data": data}
+        """Position in the sequence, and in the data of lazy rows, for `load_state_dict`."""
+        return {"taken": self.taken, "data": position_in_data(self._rows)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved position, over the same rows with the same seed."""
         self.taken = state["taken"]
         self._rest_of_epoch = iter(())
-        if isinstance(self._rows, StreamedRows):
-            self._rows.load_state_dict(state.get("data"))
+        read_on(self._rows, state.get("data"))
 
 
 # Batches

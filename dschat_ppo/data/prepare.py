@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain
 from typing import Any
 
 import datasets
@@ -32,6 +30,7 @@ from dschat_ppo.config.data_flags import StepData, parse_data_split
 from dschat_ppo.data.examples import SHARE_OF_USE, SPLIT_SEED
 from dschat_ppo.data.form_choice import FIRST_ROWS, detect_form
 from dschat_ppo.data.forms import Form, check_flags_used
+from dschat_ppo.data.lazy_rows import TrainingRows, rows_at_hand
 from dschat_ppo.data.rows import RawRows, read_splits
 from dschat_ppo.data.shards import Row
 from dschat_ppo.data.sources import (
@@ -40,16 +39,6 @@ from dschat_ppo.data.sources import (
     open_set,
     parse_sources,
     parse_unweighted,
-)
-from dschat_ppo.data.streaming import (
-    ALL,
-    SPLIT_ROWS,
-    StreamedRows,
-    StreamSource,
-    first_rows,
-    rows_at_hand,
-    start_stream,
-    tokens_of,
 )
 from dschat_ppo.data.token_tables import TokenTable, tokenised
 from dschat_ppo.data.tokenise import DOING, TokeniseSettings
@@ -66,26 +55,26 @@ class TokenRows:
     """Token rows for training, and for evaluation or None. `sources` and `eval_sources` name the
     data sets that their columns `source` number."""
 
-    train: Dataset | StreamedRows
+    train: TrainingRows
     eval: Dataset | None
     sources: tuple[str, ...] = ()
     eval_sources: tuple[str, ...] = ()
 
     @property
     def at_hand(self) -> Dataset:
-        """The rows for training, or of a stream those of its first chunk."""
+        """The rows for training that are there before the run trains: all, unless they are lazy."""
         return rows_at_hand(self.train)
 
 
 @dataclass(frozen=True)
 class PreparedSource:
-    """What one data set gives a step: tables of token rows for training, or a stream of them, and
-    tables for evaluation."""
+    """What one data set gives a step: tables of token rows for training, or what `StepData.lazy`
+    makes them from, and tables for evaluation."""
 
     form: Form
     train: Sequence[TokenTable] = ()
     evaluation: Sequence[TokenTable] = ()
-    stream: StreamSource | None = None
+    lazy: Any = None
 
 
 def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
@@ -108,26 +97,26 @@ def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
     prepared = list[PreparedSource]()
     with main_rank_of_node_first(), subprocesses_may_stop(DOING):
         for source in sources:
-            if flags.streaming and not _only_evaluates(source, step):
-                prepared.append(_prepare_stream(source, step, tokenizer, is_only))
-            else:
+            if step.lazy is None or _only_evaluates(source, step):
                 prepared.append(_prepare_table(source, step, tokenizer, is_only))
+            else:
+                prepared.append(step.lazy.prepare_source(source, step, tokenizer, is_only))
 
-    # outside of the block: ranks read their first rows of a stream at the same time
+    # outside of the block: ranks make their first lazy rows at the same time
     check_flags_used([source.form for source in prepared], flags)
     train = list[TokenTable]()
     evaluation = list[TokenTable]()
-    streams = list[StreamSource]()
+    lazy_sources = list[Any]()
     for prepared_source in prepared:
         train += prepared_source.train
         evaluation += prepared_source.evaluation
-        if prepared_source.stream is not None:
-            streams.append(prepared_source.stream)
+        if prepared_source.lazy is not None:
+            lazy_sources.append(prepared_source.lazy)
     eval_counts = [_eval_count(table, step) for table in evaluation]
     eval_rows, eval_names = joined(evaluation, eval_counts)
-    if streams:
-        stream_names = tuple(dict.fromkeys(stream.name for stream in streams))
-        return TokenRows(start_stream(streams, step), eval_rows or None, stream_names, eval_names)
+    if step.lazy is not None and lazy_sources:
+        lazy_rows, lazy_names = step.lazy.start(lazy_sources, step)
+        return TokenRows(lazy_rows, eval_rows or None, lazy_names, eval_names)
     rows, train_names = joined(train, epoch_rows(train))
     return TokenRows(rows, eval_rows or None, train_names, eval_names)
 
@@ -149,7 +138,7 @@ def _prepare_table(
     raw_rows = read_splits(opened, groups, cache)
     if step.most_rows is not None:
         raw_rows = raw_rows.select(range(min(step.most_rows, len(raw_rows))))
-    raw_eval_rows = _rows_of_eval_splits(opened, eval_splits, step)
+    raw_eval_rows = rows_of_eval_splits(opened, eval_splits, step)
     columns = list(raw_rows.columns)
     first = list[Row]()
     for index in range(len(raw_rows)):
@@ -158,7 +147,7 @@ def _prepare_table(
             first.append(row)
         if len(first) == FIRST_ROWS:
             break
-    settings = _settings_by_first_rows(source, columns, first, step, tokenizer, is_only)
+    settings = settings_by_first_rows(source, columns, first, step, tokenizer, is_only)
 
     count = len(raw_rows)
     train_rows = np.arange(count)
@@ -167,7 +156,7 @@ def _prepare_table(
         train_rows = np.arange(0)
         held_out = np.arange(count)
     elif source.flag == "--data_path":
-        begin, end = _share_of_data_split(source, count, step)
+        begin, end = share_of_data_split(source, count, step)
         if (begin, end) != (0, count):
             used = f"{end - begin} of {count} rows (--data_split {step.flags.data_split})"
             logger().info(f"data: {source.spec}: this step uses {used}")
@@ -177,38 +166,11 @@ def _prepare_table(
     if step.eval_fraction and not (only_evaluates or step.eval_paths or eval_splits):
         train_rows, held_out = hold_out(train_rows, step.eval_fraction)
     train, evaluation = tokenised(source, raw_rows, settings, train_rows, held_out)
-    evaluation += _tables_of_eval_splits(source, eval_splits, raw_eval_rows, settings, step)
+    evaluation += tables_of_eval_splits(source, eval_splits, raw_eval_rows, settings, step)
     return PreparedSource(settings.form, train, evaluation)
 
 
-def _prepare_stream(
-    source: DataSource, step: StepData, tokenizer: PreTrainedTokenizerBase, is_only: bool
-) -> PreparedSource:
-    """A data set whose rows for training are read and tokenised while the run trains."""
-    flags = step.flags
-    opened = open_set(source, flags.data_output_path, streaming=True)
-    groups, eval_splits = opened.chosen()
-    files, first = first_rows(opened, groups)
-    raw_eval_rows = _rows_of_eval_splits(opened, eval_splits, step)
-    columns = list(dict.fromkeys(chain.from_iterable(first)))
-    settings = _settings_by_first_rows(source, columns, first, step, tokenizer, is_only)
-
-    share = ALL
-    if source.flag == "--data_path":
-        share = _share_of_data_split(source, SPLIT_ROWS, step)
-    weight = source.weight or 1.0
-    tokenise = partial(tokens_of, settings=settings)
-    stream = StreamSource(source.name, weight, files, share, tokenise, flags.bad_rows)
-    if step.eval_fraction and not (step.eval_paths or eval_splits):
-        logger().info(
-            f"data: {source.spec}: --eval_fraction holds no rows out of a stream; {EVAL_FLAG} FILE"
-            " names rows for evaluation"
-        )
-    evaluation = _tables_of_eval_splits(source, eval_splits, raw_eval_rows, settings, step)
-    return PreparedSource(settings.form, evaluation=evaluation, stream=stream)
-
-
-def _rows_of_eval_splits(opened: OpenSet, eval_splits: list[str], step: StepData) -> RawRows | None:
+def rows_of_eval_splits(opened: OpenSet, eval_splits: list[str], step: StepData) -> RawRows | None:
     """The raw rows of those splits of a training data set that evaluate it, if the step wants
     them."""
     if not eval_splits or step.eval_paths or step.eval_fraction is None:
@@ -216,7 +178,7 @@ def _rows_of_eval_splits(opened: OpenSet, eval_splits: list[str], step: StepData
     return read_splits(opened, [(eval_splits, "")], step.flags.data_output_path)
 
 
-def _settings_by_first_rows(
+def settings_by_first_rows(
     source: DataSource,
     columns: list[str],
     first: list[dict[str, Any]],
@@ -237,7 +199,7 @@ def _settings_by_first_rows(
     return TokeniseSettings(form, source.name, columns, tokenizer, step)
 
 
-def _share_of_data_split(source: DataSource, count: int, step: StepData) -> tuple[int, int]:
+def share_of_data_split(source: DataSource, count: int, step: StepData) -> tuple[int, int]:
     """`share_of_step` by `--data_split`. `UserError` if the step gets no row."""
     data_split = step.flags.data_split
     begin, end = share_of_step(count, parse_data_split(data_split), SHARE_OF_USE.get(step.use, 1))
@@ -246,14 +208,14 @@ def _share_of_data_split(source: DataSource, count: int, step: StepData) -> tupl
     return begin, end
 
 
-def _tables_of_eval_splits(
+def tables_of_eval_splits(
     source: DataSource,
     eval_splits: list[str],
     raw_eval_rows: RawRows | None,
     settings: TokeniseSettings,
     step: StepData,
 ) -> list[TokenTable]:
-    """The token rows of `_rows_of_eval_splits`. Splits that are not read are named in the log."""
+    """The token rows of `rows_of_eval_splits`. Splits that are not read are named in the log."""
     if raw_eval_rows is not None:
         settings = replace(settings, columns=raw_eval_rows.columns)
         every_row = np.arange(len(raw_eval_rows))

@@ -62,7 +62,7 @@ def file_kind(path: str | Path) -> str | None:
 @dataclass(frozen=True)
 class Batch:
     """Rows of a data set, "FILE, row N" of each, and where the rows behind them begin: an offset in
-    a shard, or the `Position` of a stream."""
+    a shard, or a position in several shards."""
 
     origins: list[str]
     rows: list[Raw]

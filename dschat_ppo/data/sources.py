@@ -286,15 +286,15 @@ def is_eval(split: str) -> bool:
     return split.lower().startswith(EVAL_NAMES)
 
 
-def open_set(source: DataSource, cache_dir: str | None, streaming: bool = False) -> OpenSet:
-    """Find the shards of a data set. With `streaming` a hub data set is not downloaded."""
+def open_set(source: DataSource, cache_dir: str | None, download: bool = True) -> OpenSet:
+    """Find the shards of a data set. Without `download` a hub data set is read row by row."""
     what = f"{source.flag} {source.location}"
     path = Path(source.location)
     config = source.config
     cache_dir = cache_dir and os.path.expanduser(cache_dir)
     # a builder such as `json` would read all such files of the working directory
     if is_hub_name(source.location) and source.location not in _PACKAGED_DATASETS_MODULES:
-        return _hub_set(source, cache_dir, streaming)
+        return _hub_set(source, cache_dir, download)
     if not os.path.lexists(path):
         raise UserError(f"{what}: no such file or folder{nearest_path(path)}")
     if not path.is_dir():
@@ -334,7 +334,7 @@ def _splits(
     return OpenSet(source, splits)
 
 
-def _hub_set(source: DataSource, cache_dir: str | None, streaming: bool) -> OpenSet:
+def _hub_set(source: DataSource, cache_dir: str | None, download: bool) -> OpenSet:
     """A data set of the hub, through the cache of `datasets` in a folder (None: its own), or read
     from the hub row by row."""
     name, usual_config = HUB_NAMES.get(source.location, (source.location, None))
@@ -349,15 +349,15 @@ def _hub_set(source: DataSource, cache_dir: str | None, streaming: bool) -> Open
     )
     with reading(f"{source.flag} {source.location}: {wrong} ({way})"):
         try:
-            if streaming:
+            if download:
+                splits = datasets.load_dataset(name, config, cache_dir=cache_dir)
+            else:
                 builder = datasets.load_dataset_builder(name, config)
                 splits = builder.as_streaming_dataset()
                 revision = str(builder.hash)
-            else:
-                splits = datasets.load_dataset(name, config, cache_dir=cache_dir)
         except DatasetGenerationError as problem:  # its own text names no cause
             raise problem.__cause__ or problem from None
-    if not streaming:
+    if download:
         for rows in splits.values():
             for file in rows.cache_files:
                 sync_folder(Path(file["filename"]).parent)

@@ -1,5 +1,5 @@
 """Raw rows of one data set to token rows: read by the form, encoded, fitted to the length limit.
-`prepare.py` does it for a whole data set, a stream for a batch at a time."""
+`prepare.py` does it for a whole data set, lazy rows for a batch at a time."""
 
 from __future__ import annotations
 
@@ -105,8 +105,6 @@ class TokeniseSettings:
             "data_split",
             "data_output_path",
             "preprocessing_num_workers",
-            "streaming",
-            "streaming_rows",
             "bad_rows",
         }
         flags = sorted(

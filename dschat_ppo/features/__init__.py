@@ -24,6 +24,7 @@ FEATURES = (
     "router",
     "sequence_parallel",
     "sleep",
+    "streaming",
     "tensor_parallel",
 )
 

@@ -136,7 +136,7 @@ def supervised_batch(config: StepConfig, ranks: int, on_gpu: bool) -> tuple[int,
         sample_tokens = 2 * fit.max_seq_len
     tokens = fit.per_device_train_batch_size * sample_tokens
     in_pass = tokens
-    if not on_gpu and not config.data.streaming:
+    if not on_gpu and config.step_data.lazy is None:
         in_pass = min(tokens, tokens_on_cpu(sample_tokens, ranks))
     passes = fit.gradient_accumulation_steps * -(-tokens // in_pass)
     return -(-in_pass // shared), passes

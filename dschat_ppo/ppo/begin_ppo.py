@@ -254,7 +254,7 @@ def _check_rewards_of_rows(config: PPOConfig, functions: CheckedFunctions, rows:
     """Check that the routes of reward sources and of the models of features lead to prompts, and
     that the data have the columns that reward functions take."""
     data_rows = rows.at_hand["row"]
-    are_all_rows = len(rows.at_hand) == len(rows.train)  # not with --streaming
+    are_all_rows = len(rows.at_hand) == len(rows.train)
     routes = [(model.flag, model.sources) for model in config.further_models]
     check_routes(config.rewards, rows.sources, data_rows, are_all_rows, routes)
     if are_all_rows:

@@ -127,7 +127,7 @@ def check_routes(
 
     `names`: of the data sets. `rows`: the data row of each training prompt, as JSON; at most
     `MOST_ROWS`, evenly spaced, are read. A route without prompts is an error only if all rows were
-    read and `are_all_rows` (not with `--streaming`), else a warning.
+    read and `are_all_rows` of the training, else a warning.
     """
     specs = map(parse_function, flags.reward_function)
     routes: list[tuple[str, Sequence[str]]] = [(str(spec), spec.sources) for spec in specs]

@@ -141,5 +141,5 @@ def collated(
             previous = (micro_batches, batches.result)
         if previous is not None:
             yield previous
-    finally:  # a stream may still wait for the rows of a step that will not run
+    finally:  # lazy rows may still be awaited, for a step that will not run
         thread.shutdown(wait=isinstance(rows, Dataset), cancel_futures=True)

@@ -1,7 +1,7 @@
 """Steps 1 and 2 on a CPU: a micro-batch runs in passes of as many tokens as step 3 has at a time.
 
 A larger pass leaves the caches, and the system takes the memory of its activations back after each
-use. A GPU runs a micro-batch in one pass, and so does a stream, whose lengths are not known.
+use. A GPU runs a micro-batch in one pass, and so do lazy rows, whose lengths are not known.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from datasets import Dataset
 from dschat_ppo.common import dist
 from dschat_ppo.config.batch_plan import tokens_on_cpu
 from dschat_ppo.data.batches import PADDING_ROW
-from dschat_ppo.data.streaming import StreamedRows
+from dschat_ppo.data.lazy_rows import TrainingRows
 from dschat_ppo.data.supervised_batches import sample_tokens
 from dschat_ppo.models.micro_batches import split_by_tokens
 from dschat_ppo.supervised.objective import Batch, MicroBatches
@@ -44,7 +44,7 @@ class Passes:
         return passes
 
 
-def passes_for(rows: Dataset | StreamedRows, max_seq_len: int) -> Passes | None:
+def passes_for(rows: TrainingRows, max_seq_len: int) -> Passes | None:
     """How micro-batches of the training rows are divided; None: not at all. `max_seq_len`: tokens
     of the longest row, of which a pair has two."""
     if dist.on_gpu() or not isinstance(rows, Dataset):

@@ -102,6 +102,8 @@ def ppo_words(config: PreferenceConfig, model: str, reward: str) -> list[str]:
         reward,
         *data_words(data),
     ]
+    if config.step_data.lazy is not None:
+        words += config.step_data.lazy.words
     words += ["--output_dir", str(Path(reward).resolve().parent / "ppo")]
     half = fit.max_seq_len // 2
     defaults = vars(PPOFlags(""))

@@ -25,8 +25,8 @@ from dschat_ppo.common.progress import Progress, report_phase
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.data.batches import chunked_order, optimizer_steps
+from dschat_ppo.data.lazy_rows import position_in_data, read_on
 from dschat_ppo.data.prepare import TokenRows
-from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.data.supervised_batches import PackingPlan, plan_packing, samples_of
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.build_engine import optimizer_settings, train_engine
@@ -405,9 +405,6 @@ class SupervisedTrainer(Generic[Batch]):
         described = None
         if self.described_step == self.steps:
             described = self.described
-        stream = None
-        if isinstance(self.rows.train, StreamedRows):
-            stream = self.rows.train.state_dict()
         return {
             "steps": self.steps,
             "before": self.before,
@@ -416,7 +413,7 @@ class SupervisedTrainer(Generic[Batch]):
             "described": described,
             "nonfinite": self.nonfinite.state_dict(),
             "health": self.health.state_dict(),
-            "data": stream,
+            "data": position_in_data(self.rows.train),
         }
 
     def rank_state(self) -> dict[str, Any]:
@@ -435,8 +432,7 @@ class SupervisedTrainer(Generic[Batch]):
             self.described_step = self.steps
         self.nonfinite.load_state_dict(shared["nonfinite"])
         self.health.load_state_dict(shared["health"])
-        if isinstance(self.rows.train, StreamedRows):
-            self.rows.train.load_state_dict(shared.get("data"))
+        read_on(self.rows.train, shared.get("data"))
 
 
 def fit_ds_config(config: FitConfig) -> Config:

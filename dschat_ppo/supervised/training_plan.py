@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from datasets import Dataset
-
 from dschat_ppo.common import dist
 from dschat_ppo.config.batch_plan import batch_text, times
 from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.config.supervised_flags import SupervisedFlags
-from dschat_ppo.data.streaming import StreamedRows, rows_at_hand
+from dschat_ppo.data.lazy_rows import TrainingRows, rows_at_hand
 from dschat_ppo.data.supervised_batches import PackingPlan, sample_tokens
 from dschat_ppo.run.start_and_end import show_plan
 
@@ -23,7 +21,8 @@ class SupervisedPlan:
     flags: SupervisedFlags
     rows: int  # training rows; with --packing, packed rows
     world_size: int  # ranks
-    tokens: int | None = None  # of all samples, prompts and answers; of a stream, as its first rows
+    # of all samples, prompts and answers; estimated from the rows at hand
+    tokens: int | None = None
     packing: PackingPlan | None = None
     shared: int = 1  # ranks that share their rows
     # optimizer steps of the run, in place of --num_train_epochs; 0: by --num_train_epochs
@@ -72,7 +71,7 @@ class SupervisedPlan:
 
 def plan_batches(
     fit: SupervisedFlags,
-    rows: Dataset | StreamedRows,
+    rows: TrainingRows,
     packing: PackingPlan | None,
     max_steps: int,
     shared: int,

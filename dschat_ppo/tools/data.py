@@ -68,11 +68,11 @@ def read_preview_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
     else:
         placeholders["model_name_or_path"] = _UNNAMED
     config = parse(args.step, step_words, placeholders)
-    if config.data.streaming:
+    if config.step_data.lazy is not None:
+        flags = [word.partition("=")[0] for word in config.step_data.lazy.words]
         raise UserError(
-            "--streaming: the preview prepares data sets on the disk; omit --streaming and"
-            " --streaming_rows, and name a part of the data, such as one file, or"
-            " NAME[train[:1000]] on the hub"
+            f"{flags[0]}: the preview prepares data sets on the disk; omit {' and '.join(flags)},"
+            " and name a part of the data, such as one file, or NAME[train[:1000]] on the hub"
         )
     if not args.tokenizer:
         if args.step == "ppo":

@@ -48,10 +48,7 @@ from dschat_ppo.tools.sampling_settings import (
 
 PROMPT_TOKENS = 256  # at most, by default
 NOT_HERE = {  # flags of the groups that the command does not have -> why
-    **dict.fromkeys(
-        ("data_split", "streaming", "streaming_rows"),
-        "has no effect here, where all rows are used; omit it",
-    ),
+    "data_split": "has no effect here, where all rows are used; omit it",
     **without_effect("evaluate"),
     "use_reward_model": "has no effect here; name a reward model by --reward_model_name_or_path",
 }

@@ -262,19 +262,6 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ("reward", "--beta 0.3", "it is for --objective dpo or cdpo or ipo"),
     ("reward", "--nll_coef 1 --objective ipo", "it is for --objective dpo_nll or cpo or simpo"),
     ("reward", "--label_smoothing 0.2 --objective dpo", "it is for --objective cdpo or robust_dpo"),
-    *[
-        (
-            "reward",
-            f"--objective {objective} --streaming --streaming_rows 9",
-            f"--objective {objective} computes log-probs of the reference",
-        )
-        for objective in ("dpo", "kto")
-    ],
-    (
-        "sft",
-        "--packing --streaming --streaming_rows 9",
-        "--packing needs the length of every training row",
-    ),
     # the best metric
     (
         "sft",
@@ -339,7 +326,6 @@ RANGES = {
         weight_decay=-0.1 eval_fraction=1 zero_stage=4 truncation=sideways seed=-1
         data_split=2,4 data_split=0,0,0
         data_split=1,-1,1 data_split=a,b,c data_split=inf,1,1 data_format=parquet warmup_ratio=1
-        streaming_rows=9
     """
     ),
 }

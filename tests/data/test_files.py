@@ -10,19 +10,16 @@ import random
 import re
 from pathlib import Path
 
-import datasets
 import pandas
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from prepared import TOKENIZER, column, flags_for, load, origins_of, source_of, write_jsonl
+from prepared import TOKENIZER, column, flags_for, load, origins_of, write_jsonl
 
 from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.data import shards
 from dschat_ppo.data.prepare import prepare
-from dschat_ppo.data.shards import FileShard, Shard, read_shard
-from dschat_ppo.data.sources import open_set
-from dschat_ppo.data.streaming import ALL, first_rows, raw_batches
+from dschat_ppo.data.shards import FileShard, read_shard
 from dschat_ppo.errors import UserError
 
 ROWS = [{"prompt": f"ask, {n}", "response": f"Grüße {n}"} for n in range(50)]
@@ -357,52 +354,3 @@ def test_files_of_different_kinds_are_one_data_set_of_which_a_row_without_its_co
         UserError, match="30 of 61 rows cannot be used; .*notes.txt, row 1: 'prompt' is null"
     ):
         prepare(StepData("sft", flags_for(tmp_path, str(folder)), 64), TOKENIZER)
-
-
-def found_in(spec: str | Path, tmp_path: Path) -> tuple[list[Shard], list[str]]:
-    """The parts of a streamed set, and its splits for evaluation."""
-    found = open_set(source_of(spec), str(tmp_path / "cache"), streaming=True)
-    groups, for_eval = found.chosen()
-    return first_rows(found, groups)[0], for_eval
-
-
-def test_the_files_of_a_folder_are_streamed_in_order_and_those_for_evaluation_left_out(tmp_path):
-    for name, first in (
-        ("train-00001-of-00002", 10),
-        ("train-00000-of-00002", 0),
-        ("validation-00000-of-00001", 50),
-    ):
-        (tmp_path / f"{name}.jsonl").write_bytes(lines(*({"n": first + n} for n in range(3))))
-    files, for_eval = found_in(tmp_path, tmp_path)
-    assert [row["n"] for _, row in pairs(raw_batches(files, ALL))] == [0, 1, 2, 10, 11, 12]
-    assert for_eval == ["validation"]
-    for ending, words in (("@20", "@ROWS needs all rows"), ("[train[:10%]]", "reads whole splits")):
-        with pytest.raises(UserError, match=words):
-            found_in(f"{tmp_path}{ending}", tmp_path)
-
-
-def test_a_data_set_on_the_hub_is_read_on_from_any_place(tmp_path, monkeypatch):
-    class Builder:
-        hash = "revision"
-
-        def as_streaming_dataset(self):
-            rows = datasets.Dataset.from_list([{"n": n} for n in range(60)])
-            return {
-                "train": rows.to_iterable_dataset(num_shards=4),
-                "test": rows.to_iterable_dataset(),
-            }
-
-    monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, config: Builder())
-    monkeypatch.setattr(shards, "BATCH_ROWS", 7)
-    found, for_eval = found_in("org/name:main", tmp_path)
-    assert for_eval == ["test"] and "revision" in found[0].content
-    whole = list(raw_batches(found, ALL))
-    assert pairs(whole) == [(f"org/name:main (train), row {n + 1}", {"n": n}) for n in range(60)]
-    for number in range(1, len(whole)):
-        after, _ = found_in("org/name:main", tmp_path)
-        place = json.loads(json.dumps(whole[number - 1].end))
-        assert pairs(raw_batches(after, ALL, place)) == pairs(whole[number:])
-        assert pairs(raw_batches(after, ALL)) == pairs(whole), "and again from the start"
-    [part], _ = found_in("org/name:main", tmp_path)
-    for number, _, place in list(part.numbered_rows(None))[:-1]:  # also in the middle of a table
-        assert next(part.numbered_rows(place))[0] == number + 1

@@ -245,12 +245,11 @@ def test_a_shape_of_another_project_is_read(name):
         assert all(set(turn) <= {"role", "content", "tool_calls"} for turn in example.prompt)
 
 
-@pytest.mark.parametrize(("name", "streaming"), [("turn_weight", False), ("turn_loss_mask", True)])
-def test_a_turn_that_its_owner_excluded_is_context_and_no_target(name, streaming, assets, tmp_path):
+@pytest.mark.parametrize("name", ["turn_weight", "turn_loss_mask"])
+def test_a_turn_that_its_owner_excluded_is_context_and_no_target(name, assets, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
-    given = {"streaming": True, "streaming_rows": 4} if streaming else {}
     flags = DataFlags(
-        [str(INPUTS / f"{name}.jsonl")], data_split="1,0,0", data_output_path=str(tmp_path), **given
+        [str(INPUTS / f"{name}.jsonl")], data_split="1,0,0", data_output_path=str(tmp_path)
     )
     rows = prepare(StepData("sft", flags, 400, all_turns=True), tokenizer).train
     for number in range(2):

@@ -284,10 +284,9 @@ def test_pairs_become_single_token_rows_with_labels(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("rows", [None, 2], ids=["table", "stream"])
-def test_rewards_get_null_for_a_column_that_only_other_rows_have(tmp_path, rows):
+def test_rewards_get_null_for_a_column_that_only_other_rows_have(tmp_path):
     path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "a", "note": 5}, {"prompt": "b"}])
-    found = listed(rows_for("prompt", flags_for(tmp_path, path, use="prompt", rows=rows)).train)
+    found = listed(rows_for("prompt", flags_for(tmp_path, path, use="prompt")).train)
     assert [json.loads(row["row"])["note"] for row in found] == [5, None]
 
 

@@ -150,15 +150,14 @@ def test_calls_that_are_python_text(content, is_told):
         assert len(remarks) == is_told and all("written as Python" in each for each in remarks)
 
 
-@pytest.mark.parametrize("rows", [None, 2])
-def test_remarks_are_counted_in_the_log(rows, tmp_path, said):
+def test_remarks_are_counted_in_the_log(tmp_path, said):
     answer = {"role": "assistant", "content": "There.", "thinking": "Um."}
     told = [{"messages": [ASK, answer]}] * 2
     plain = [{"messages": [ASK, {"role": "assistant", "content": "There."}]}]
     path = write_jsonl(tmp_path / "a.jsonl", told + plain)
-    flags = flags_for(tmp_path, path, rows=rows, apply_chat_template=None)
+    flags = flags_for(tmp_path, path, apply_chat_template=None)
     found = prepare(StepData(use="sft", flags=flags, limit=100, eval_fraction=0.0), tokenizer_of())
-    assert len(found.train) == (rows or 3) and found.train[0]["prompt_ids"]
+    assert len(found.train) == 3 and found.train[0]["prompt_ids"]
     assert any("2" in line and "the thoughts in 'thinking'" in line for line in said)
 
 

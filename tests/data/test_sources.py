@@ -367,15 +367,13 @@ def test_what_cannot_be_found_lists_what_is_there(tmp_path, folder, name, words)
     assert "\n" not in str(problem.value)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_missing_folder_that_is_named_like_a_builder_of_datasets(
-    tmp_path, monkeypatch, streaming
-):
+@pytest.mark.parametrize("download", [True, False])
+def test_a_missing_folder_that_is_named_like_a_builder_of_datasets(tmp_path, monkeypatch, download):
     """`datasets` would read all JSON files of the working directory."""
     monkeypatch.chdir(tmp_path)
     make(tmp_path, "other.json")
     with pytest.raises(UserError, match="^--data_path json: no such file or folder"):
-        open_set(source_of("json"), str(tmp_path / "cache"), streaming)
+        open_set(source_of("json"), str(tmp_path / "cache"), download)
 
 
 # The hub
@@ -387,9 +385,9 @@ def test_without_network_the_error_says_what_to_do(tmp_path, monkeypatch):
         r"^--eval_data_path org/name: no .*without network, give the folder that `hf download`"
         r" prints\): .*reach "
     )
-    for streaming in (False, True):
+    for download in (True, False):
         with pytest.raises(UserError, match=told):
-            open_set(source_of("org/name", "--eval_data_path"), str(tmp_path / "cache"), streaming)
+            open_set(source_of("org/name", "--eval_data_path"), str(tmp_path / "cache"), download)
 
 
 @pytest.mark.parametrize(
@@ -403,14 +401,14 @@ def test_without_network_the_error_says_what_to_do(tmp_path, monkeypatch):
         (DatasetGenerationError("An error occurred"), "that can be read .*: bad row"),
     ],
 )
-@pytest.mark.parametrize("streaming", [False, True])
-def test_errors_of_a_data_set_are_one_line(monkeypatch, problem, words, streaming):
+@pytest.mark.parametrize("download", [True, False])
+def test_errors_of_a_data_set_are_one_line(monkeypatch, problem, words, download):
     def fail(*_, **__):
         raise problem from ValueError("bad row")
 
-    monkeypatch.setattr(datasets, "load_dataset_builder" if streaming else "load_dataset", fail)
+    monkeypatch.setattr(datasets, "load_dataset" if download else "load_dataset_builder", fail)
     with pytest.raises(UserError, match=f"^--data_path org/x: .*{words}") as caught:
-        open_set(source_of("org/x"), None, streaming)
+        open_set(source_of("org/x"), None, download)
     assert "\n" not in str(caught.value)
 
 

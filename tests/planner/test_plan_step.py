@@ -315,7 +315,6 @@ def test_one_line_says_what_a_run_needs_of_a_host_or_of_a_gpu(saved_config, caps
         ("", 80 * GIB, (16 * 512, 2)),
         ("--max_seq_len 2048", 0, (2048, 32)),  # one row at a time
         ("--max_seq_len 32", 0, (512, 2)),
-        ("--streaming --streaming_rows 9", 0, (16 * 512, 2)),
     ],
 )
 def test_a_micro_batch_of_step_1_runs_in_passes_on_a_cpu(words, device, expected):

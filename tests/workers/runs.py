@@ -21,8 +21,8 @@ from dschat_ppo.checkpoint.manager import CheckpointManager
 from dschat_ppo.checkpoint.store import checkpoint_name
 from dschat_ppo.common import dist, stop_requests
 from dschat_ppo.config.cli import parse
-from dschat_ppo.data import streaming
 from dschat_ppo.errors import StopRequested, UnhealthyRun, UserError
+from dschat_ppo.features.streaming import streamed_rows
 from dschat_ppo.planner.number_format import with_dtype
 from dschat_ppo.ppo import train_ppo
 from dschat_ppo.run import session
@@ -81,7 +81,7 @@ def start(step: str, words: list[str], place: int | str | None) -> dict:
 def main() -> None:
     be_quick()
     session.CheckpointManager = NamingCheckpointManager
-    streaming.CHUNK_ROWS = 8
+    streamed_rows.CHUNK_ROWS = 8
     found: dict[str, list[dict]] = {}
     for name, (step, words, places) in json.loads(Path(sys.argv[-2]).read_text()).items():
         found[name] = []

@@ -1,5 +1,4 @@
-"""`--streaming`: training rows that are read and tokenised while the run trains, for data larger
-than the disk.
+"""Token rows that are read and tokenised while the run trains, for data larger than the disk.
 
 A process makes chunks of token rows, one ahead of its use. Every chunk comes with the position in
 the data after it, and checkpoints hold these positions, so that a resumed run reads on from the
@@ -9,7 +8,6 @@ chunk in use.
 from __future__ import annotations
 
 import atexit
-import hashlib
 import os
 import signal
 from collections import Counter
@@ -23,7 +21,7 @@ from typing import Any
 
 import pyarrow as pa
 import torch
-from datasets import Dataset, Features, Value
+from datasets import Dataset, Features
 from datasets.table import InMemoryTable
 
 from dschat_ppo.common import dist
@@ -31,19 +29,9 @@ from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.common.stop_requests import raise_if_stop_requested, reset
-from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.data.examples import SPLIT_SEED
-from dschat_ppo.data.form_choice import FIRST_ROWS
 from dschat_ppo.data.shards import Batch, Raw, Row, Shard, read_shard
-from dschat_ppo.data.sources import Group, OpenSet
-from dschat_ppo.data.tokenise import (
-    DOING,
-    Fitted,
-    TokeniseSettings,
-    features_of,
-    refuse_bad,
-    tokenise_batch,
-)
+from dschat_ppo.data.tokenise import DOING, refuse_bad
 from dschat_ppo.errors import UserError
 
 CHUNK_ROWS = 20_000  # token rows that are shuffled together
@@ -303,6 +291,10 @@ class StreamedRows:
             raise IndexError(index)
         return dict(self._use(index // CHUNK_ROWS)[index % CHUNK_ROWS])
 
+    def first_chunk(self) -> Dataset:
+        """The rows of chunk 0, which stay in memory."""
+        return self._use(0)
+
     def state_dict(self) -> dict[str, Any]:
         """The positions before chunks, for `load_state_dict`."""
         return {"rows": self.fingerprint, "positions": dict(self._positions)}
@@ -384,79 +376,3 @@ class StreamedRows:
             for problem in received.problems:
                 logger().warning(f"data: skipped: {problem}")
         return received.rows
-
-
-def rows_at_hand(rows: Dataset | StreamedRows) -> Dataset:
-    """All rows, or of a stream those of its first chunk."""
-    if isinstance(rows, StreamedRows):
-        return rows._use(0)
-    return rows
-
-
-# From the flags to a stream
-
-
-def first_rows(opened: OpenSet, groups: Sequence[Group]) -> tuple[list[Shard], list[Row]]:
-    """The shards of a data set whose training rows are streamed, in order, and its first rows that
-    can be read. Refuses what needs all rows: a number of them, or a slice."""
-    source = opened.source
-    names, cut = groups[0]
-    if source.samples is not None:
-        way = "it does not go with --streaming; use a weight, as in NAME:0.5"
-        raise UserError(f"{source.flag} {source.spec}: @ROWS needs all rows, so {way}")
-    if cut or len(groups) > 1:
-        raise UserError(f"{opened.what}: --streaming reads whole splits, not '{source.split}'")
-    shards = opened.shards(names)
-    first = list[Row]()
-    reason = "the data set is empty"
-    for batch in raw_batches(shards, ALL):
-        first += [row for row in batch.rows if isinstance(row, dict)]
-        if len(first) >= FIRST_ROWS:
-            break
-        if not first and batch.rows:
-            reason = f"none of its rows can be read; the first: {batch.origins[0]} {batch.rows[0]}"
-    if not first:
-        raise UserError(f"{source.flag} {source.spec}: {reason}")
-    return shards, first[:FIRST_ROWS]
-
-
-def start_stream(sources: list[StreamSource], step: StepData) -> StreamedRows:
-    """Start to read the data sets, and wait for the first chunk."""
-    if len(sources) > 1:
-        weights = " : ".join(f"{source.weight:g} {source.name}" for source in sources)
-        logger().info(
-            "data: stream: each row comes from one of several data sets in the proportion"
-            f" {weights}"
-        )
-    content = "\0".join(shard.content for source in sources for shard in source.shards)
-    features = Features({**features_of(step), "source": Value("int32")})
-    identity = hashlib.sha256(content.encode()).hexdigest()
-    rows = StreamedRows(sources, step.flags.streaming_rows or 0, features, identity)
-    if {code.words for code in Fitted}.intersection(rows.counts) == {Fitted.ANSWER_CUT.words}:
-        raise UserError(f"--data_path: every answer is cut by --max_seq_len {step.limit}; raise it")
-    return rows
-
-
-def tokens_of(batch: Batch, settings: TokeniseSettings) -> Tokens:
-    """See `StreamSource.tokenise`."""
-    token_rows = tokenise_batch(batch.rows, batch.origins, settings)
-    names = list(features_of(settings.step))
-    served_rows = {token_row["row_index"] for token_row in token_rows}
-    counts = Counter[str]()
-    remarks = Counter[str]()
-    problems = list[str]()
-    rows_of_step = list[Row]()
-    for token_row in token_rows:
-        if token_row.get("remark"):
-            remarks.update(token_row["remark"].split("\n"))
-        outcome = Fitted(token_row["fitted"])
-        if outcome == Fitted.UNUSABLE:
-            problems.append(token_row["problem"])
-            continue
-        counts[outcome.words] += 1
-        if outcome != Fitted.DROPPED:
-            rows_of_step.append({name: token_row[name] for name in names})
-    first_problem = problems[0] if problems else ""
-    left_out = Counter({NOTHING: len(batch.rows) - len(served_rows), UNUSABLE: len(problems)})
-    # a sum of counters leaves out what was never counted
-    return rows_of_step, counts + left_out + remarks, first_problem

@@ -1,5 +1,5 @@
 """Streams: order of raw and token rows, chunks, positions, mixtures, bad rows; what a rank sees;
-ends and failures; `prepare` with --streaming gives the token rows that it gives without."""
+ends and failures."""
 
 import atexit
 import io
@@ -17,15 +17,15 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
-from prepared import PAIRS, TOKENIZER, flags_for, listed, write_jsonl
 
 from dschat_ppo.common import stop_requests
-from dschat_ppo.config.data_flags import StepData
-from dschat_ppo.data import shards, streaming
+from dschat_ppo.data import shards
 from dschat_ppo.data.batches import chunked_order
-from dschat_ppo.data.prepare import TokenRows, prepare
+from dschat_ppo.data.lazy_rows import rows_at_hand
 from dschat_ppo.data.shards import Batch, FileShard
-from dschat_ppo.data.streaming import (
+from dschat_ppo.errors import StopRequested, UserError
+from dschat_ppo.features.streaming import streamed_rows
+from dschat_ppo.features.streaming.streamed_rows import (
     ALL,
     READ,
     SPLIT_ROWS,
@@ -36,10 +36,8 @@ from dschat_ppo.data.streaming import (
     chunks,
     neediest,
     raw_batches,
-    rows_at_hand,
     start_of,
 )
-from dschat_ppo.errors import StopRequested, UserError
 
 NUMBER = datasets.Value("int32")
 ANSWERS = {"prompt_ids": datasets.List(NUMBER), "answers": datasets.List(datasets.List(NUMBER))}
@@ -93,7 +91,7 @@ def source_of(
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Of 8 token rows, read in batches of 7 raw rows."""
-    monkeypatch.setattr(streaming, "CHUNK_ROWS", 8)
+    monkeypatch.setattr(streamed_rows, "CHUNK_ROWS", 8)
     monkeypatch.setattr(shards, "BATCH_ROWS", 7)
 
 
@@ -228,7 +226,7 @@ def spoilt(batch: Batch, bad: set[int]) -> Tokens:
 
 
 def test_too_many_bad_rows_in_a_chunk_are_an_error(monkeypatch):
-    monkeypatch.setattr(streaming, "CHUNK_ROWS", 20)
+    monkeypatch.setattr(streamed_rows, "CHUNK_ROWS", 20)
     monkeypatch.setattr(shards, "BATCH_ROWS", 20)
     # chunks of 20 rows end in the raw rows 19 and 37; read in batches of 20, of which the second
     # chunk reads one
@@ -436,7 +434,7 @@ def slowly(batch):
 
 def test_a_stop_request_ends_the_wait_for_the_first_chunk_only(monkeypatch):
     beats = []
-    monkeypatch.setattr(streaming, "heartbeat", lambda: beats.append(1))
+    monkeypatch.setattr(streamed_rows, "heartbeat", lambda: beats.append(1))
     monkeypatch.setattr(stop_requests, "flag_is_set", lambda: True)
     with pytest.raises(StopRequested, match="prepared the data"):
         tried(slowly)
@@ -455,106 +453,3 @@ def test_a_process_that_begins_after_a_stop_request_still_reads():
     stop_requests.set_flag()
     for number in (49, 8):  # the last chunk begins a process for the next epoch
         assert number_of(rows, number) == NUMBERS[number]
-
-
-# `prepare` with --streaming
-
-SIXTY = [
-    {"prompt": f"prompt {i}", "chosen": f"good {i}", "rejected": f"bad {i}", "answer": str(i)}
-    for i in range(60)
-]
-LONG = "word " * 200
-
-
-def train(
-    tmp_path: Path, *paths: str, rows: int | None = 60, use: str = "sft", limit: int = 64, **flags
-) -> TokenRows:
-    return prepare(
-        StepData(use, flags_for(tmp_path, *paths, rows=rows, use=use, **flags), limit), TOKENIZER
-    )
-
-
-@pytest.mark.parametrize(("use", "limit"), [("sft", 14), ("preference", 14), ("prompt", 64)])
-def test_the_token_rows_equal_those_without_streaming(tmp_path, use, limit):
-    path = write_jsonl(tmp_path / "data.jsonl", SIXTY)
-    plain = train(tmp_path, path, rows=None, use=use, limit=limit)
-    found = train(tmp_path, path, use=use, limit=limit)
-    assert listed(found.train) == listed(plain.train)
-    assert found.sources == plain.sources == ("data",) and found.eval is None
-
-
-def test_evaluation_rows_come_from_the_data_set_or_a_flag_and_none_are_held_out(tmp_path, said):
-    folder, other = tmp_path / "set", write_jsonl(tmp_path / "e.jsonl", SIXTY[:3])
-    write_jsonl(folder / "train.jsonl", SIXTY)
-    write_jsonl(folder / "validation.jsonl", SIXTY[:7])
-    flags = flags_for(tmp_path, str(folder), rows=60)
-    assert len(prepare(StepData("sft", flags, 64, eval_fraction=0.1), TOKENIZER).eval) == 7
-    assert len(prepare(StepData("sft", flags, 64, eval_paths=[other]), TOKENIZER).eval) == 3
-    assert prepare(StepData("sft", flags, 64), TOKENIZER).eval is None
-    assert any(
-        "its rows for evaluation are not used; name them with --eval_data_path" in line
-        for line in said
-    )
-    flags = flags_for(tmp_path, str(folder / "train.jsonl"), rows=60)
-    alone = prepare(StepData("sft", flags, 64, eval_fraction=0.1), TOKENIZER)
-    assert (
-        alone.eval is None and len({tuple(row["prompt_ids"]) for row in listed(alone.train)}) == 60
-    )
-    assert any("--eval_fraction holds no rows out of a stream" in line for line in said)
-
-
-def test_rows_that_are_left_out_are_counted_and_replaced_by_later_ones(tmp_path, said):
-    rows = [
-        row | {"chosen": {0: LONG, 1: None}.get(i % 5, row["chosen"])}
-        for i, row in enumerate(SIXTY)
-    ]
-    path = write_jsonl(tmp_path / "data.jsonl", rows)
-    found = train(tmp_path, path, rows=36, truncation="drop", bad_rows="skip").train
-    assert [TOKENIZER.decode(found[i]["prompt_ids"]) for i in range(36)] == [
-        f"prompt {i}" for i in range(60) if i % 5 > 1
-    ]
-    assert any(f"data: skipped: {path}, row 2: 'chosen' is null" in line for line in said)
-    labelled = [{"prompt": f"p {n}", "completion": "yes", "label": n % 4 != 0} for n in range(40)]
-    rows = train(tmp_path, write_jsonl(tmp_path / "d.jsonl", labelled), rows=30).train
-    assert [rows[i]["prompt_ids"] for i in (0, 29)] == [
-        TOKENIZER.encode("p 1"),
-        TOKENIZER.encode("p 39"),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("rows", "flags", "words"),
-    [
-        ([*PAIRS[:10], PAIRS[10] | {"chosen": None}, *PAIRS[11:]], {}, "row 11: 'chosen' is null"),
-        ([row | {"chosen": LONG} for row in SIXTY], {}, "every answer is cut by --max_seq_len 64"),
-        (
-            [*PAIRS[:10], PAIRS[10] | {"chosen": LONG}, *PAIRS[11:]],
-            {"truncation": "error", "bad_rows": "skip"},
-            r"d\.jsonl, row 11: longer than the limit of 64 tokens",
-        ),
-        (["", ""], {}, "the data set is empty"),
-        (
-            SIXTY,
-            {"data_split": "2,4,4"},
-            "has only 12 rows for this step; set --streaming_rows 12 or less",
-        ),
-        (
-            ["x", "no"],
-            {"bad_rows": "skip"},
-            r"none of its rows can be read; the first: .*d\.jsonl, row 1 is not JSON",
-        ),
-    ],
-)
-def test_data_that_cannot_be_streamed_are_refused(tmp_path, rows, flags, words):
-    path = write_jsonl(tmp_path / "d.jsonl", rows)
-    with pytest.raises(UserError, match=words):
-        listed(train(tmp_path, path, rows=len(rows), **flags).train)
-
-
-def test_the_fingerprint_is_that_of_the_files_not_of_their_place(tmp_path):
-    one = train(tmp_path, write_jsonl(tmp_path / "data.jsonl", SIXTY)).train.fingerprint
-    other = write_jsonl(tmp_path / "copy" / "data.jsonl", SIXTY)
-    assert train(tmp_path, other, rows=30).train.fingerprint == one
-    assert (
-        train(tmp_path, write_jsonl(tmp_path / "data.jsonl", SIXTY[::-1])).train.fingerprint != one
-    )

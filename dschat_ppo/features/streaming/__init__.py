@@ -1,0 +1,1 @@
+"""Streaming: training rows that are read and tokenised while the run trains."""
