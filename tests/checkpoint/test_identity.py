@@ -305,7 +305,6 @@ def test_rank_0_alone_adds_a_short_fingerprint_of_each_input_to_the_identity(
     assert list(differences(found.config, now.config)) == ["texts", actor, reward]
 
 
-TEACHER = "--teacher_model_name_or_path"
 STEP_3 = "--actor_model_name_or_path a --data_path d --output_dir o --deepspeed_config d.json"
 
 
@@ -314,12 +313,10 @@ def test_step_3_fingerprints_every_model_and_file_that_it_reads(folder):
     models = (
         "--critic_model_name_or_path c --reward_model_name_or_path r --ref_model_name_or_path f"
     )
-    models += f" {TEACHER} x=s y=t"
     config = parse("ppo", f"{STEP_3} {models} {own}".split())
     further_data = [FurtherData("more", "--more", TRAIN, "further rows (SHA-256)", None)]
     rows = TokenRows(TRAIN, TRAIN.select([0]))
-    further = {"teacher": "S", "teacher 2": "T"}
-    found = inputs_of(config, ModelFolders("A", "C", "R", "F", further), rows, further_data)
+    found = inputs_of(config, ModelFolders("A", "C", "R", "F"), rows, further_data)
     assert found.train is TRAIN
     assert found.rows == {
         "evaluation rows (SHA-256)": rows.eval,
@@ -327,7 +324,7 @@ def test_step_3_fingerprints_every_model_and_file_that_it_reads(folder):
     }
     folders = {"actor": "A", "critic": "C", "reward": "R", "ref": "F"}
     folders = {f"--{role}_model_name_or_path": path for role, path in folders.items()}
-    assert dict(found.models) == folders | {f"{TEACHER} x": "S", f"{TEACHER} y": "T"}
+    assert dict(found.models) == folders
     assert dict(found.files) == {
         "--deepspeed_config": "d.json",
         f"--reward_function {reward}": reward,

@@ -159,13 +159,6 @@ def test_a_rollout_gathers_the_actor_whole_or_by_layer():
     assert gathered("--unpin_actor_parameters") == one_layer
 
 
-def test_the_teacher_of_step_1_counts():
-    config = sft("--teacher_model_name_or_path t")
-    plan = plan_step(config, {"model": SMALL, "teacher": SMALL}, 1, 80 * GIB, HOST)
-    assert held(plan, "update", "teacher", "weights") == held(plan, "update", "model", "weights")
-    assert held(plan, "update", "teacher", "optimizer") == 0
-
-
 @pytest.mark.parametrize("on_gpu", [True, False], ids=["device", "host"])
 def test_a_plan_that_fits_leaves_a_tenth_of_the_memory(on_gpu):
     """The peak is that of an update, which does not depend on the memory as the rows of a rollout

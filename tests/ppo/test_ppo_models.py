@@ -114,11 +114,6 @@ REFUSED = {
     ),
     "vocabulary": (check, "ref=few_rows", "^--ref_.*few_rows: its vocabulary of 64 does not fit"),
     "positions": (check, "ref=short", "8 positions"),
-    "teacher": (
-        check,
-        "teacher=other_tokens",
-        "^--teacher_.*other_tokens: its tokenizer differs from that of the mo",
-    ),
     "classifier": (
         check,
         "ref=reward",

@@ -26,7 +26,7 @@ def nll_and_divergence(model, teacher, row: int) -> tuple[float, torch.Tensor, i
         logits = each(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
         tables.append(torch.log_softmax(logits, dim=-1))
     log_p, log_q = tables
-    nll = -float(log_p[torch.arange(len(answer)), torch.tensor(answer)].sum())
+    nll = -float(log_p[torch.arange(len(answer)), torch.tensor(answer)].sum().detach())
     return nll, (log_q.exp() * (log_q - log_p)).sum(), len(answer)
 
 

@@ -21,6 +21,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import SFTBatch
 from dschat_ppo.data.supervised_batches import LabelledBatch, PairBatch
 from dschat_ppo.engine.optimizer_step import Fault, random_state
+from dschat_ppo.features.replay import replayed_step
 from dschat_ppo.features.replay.bad_steps import ReproBundles
 from dschat_ppo.features.replay.programs import main
 from dschat_ppo.features.replay.replayed_step import first_bad_output
@@ -259,24 +260,19 @@ def test_losses_match_the_run_including_dropout(assets, tmp_path, capsys):
     assert losses_said(capsys.readouterr().out) == pytest.approx(losses, rel=1e-6)
 
 
-def test_the_loss_of_step_1_has_its_teacher(assets, tmp_path, capsys):
-    engine, taught = (
-        engine_of("policy"),
-        PolicyModel(LlamaForCausalLM.from_pretrained(assets / "lm")),
-    )
+def test_the_loss_of_step_1_has_the_terms_of_features(assets, tmp_path, capsys, monkeypatch):
+    engine = engine_of("policy")
+    other = PolicyModel(LlamaForCausalLM.from_pretrained(assets / "lm"))
 
     @torch.no_grad()
     def distribution(batch):
-        _, _, hidden = taught(batch.input_ids, batch.loss_mask, states=True)
-        return Teaching(taught.output_layer(hidden), Divergence("jsd", 0.3))
+        _, _, hidden = other(batch.input_ids, batch.loss_mask, states=True)
+        return Teaching(other.output_layer(hidden), Divergence("jsd", 0.3))
 
     term = SFTTerm("divergence", 0.5, distribution)
     by_run = sft_loss(engine.module, GOOD_SFT, torch.tensor(7.0), MetricSums(), [term]).item()
-    words = (
-        f"--teacher_model_name_or_path {assets}/lm --distill_loss jsd --distill_beta 0.3"
-        " --distill_coef 0.5".split()
-    )
-    main([bundle(assets, tmp_path, "sft", "model", engine, [GOOD_SFT], {"total": 7.0}, words)])
+    monkeypatch.setattr(replayed_step, "sft_terms", lambda config, frozen: [term])
+    main([bundle(assets, tmp_path, "sft", "model", engine, [GOOD_SFT], {"total": 7.0})])
     assert losses_said(capsys.readouterr().out) == pytest.approx([by_run], rel=1e-6)
 
 
