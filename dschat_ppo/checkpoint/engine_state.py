@@ -3,11 +3,12 @@ engine of any world size, ZeRO stage, dtype or optimizer. DeepSpeed's own and un
 do not suffice (docs/decisions.md).
 
 At every stage a rank keeps pieces of parameters in a few flat fp32 tensors: weights, and AdamW's
-two moments or Muon's momentum in the same order. A `Fragment` describes which elements of which
-parameter lie where. `FOLDER/rank_N.pt` holds the fragments and flat tensors of rank N (at stage 0
-rank 0 has everything), `FOLDER/common.pt` what all ranks share. Frozen parameters are not saved,
-because resuming reads them from the model folder. From the fragments of all ranks that saved and
-those of the engine that loads, every piece is copied directly from the mapped files to its place.
+two moments, or the states of another optimizer, in the same order. A `Fragment` describes which
+elements of which parameter lie where. `FOLDER/rank_N.pt` holds the fragments and flat tensors of
+rank N (at stage 0 rank 0 has everything), `FOLDER/common.pt` what all ranks share. Frozen
+parameters are not saved, because resuming reads them from the model folder. From the fragments of
+all ranks that saved and those of the engine that loads, every piece is copied directly from the
+mapped files to its place.
 """
 
 from __future__ import annotations
@@ -32,12 +33,21 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.errors import UserError
+from dschat_ppo.features import hooks
 from dschat_ppo.types import Engine
 
 COMMON = "common.pt"
 WEIGHTS = "fp32"
-MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+def moment_names() -> list[str]:
+    """Names of the states that an optimizer may keep of a parameter."""
+    names = [*ADAMW_MOMENTS]
+    for optimizer in hooks("optimizers.OPTIMIZER"):
+        names += optimizer.state_names
+    return names
 
 
 def flat_masters(engine: Engine) -> list[Tensor]:
@@ -120,7 +130,7 @@ def _shard_of(engine: Engine) -> dict[str, Any]:
     for master in flat_masters(engine):
         state = engine.basic_optimizer.state.get(master, {})  # empty before the first step
         flat = {WEIGHTS: master.flatten()}
-        for key in MOMENTS:
+        for key in moment_names():
             if key in state:
                 flat[key] = state[key].flatten()
         flats.append(flat)
@@ -169,12 +179,14 @@ def load_engine(engine: Engine, folder: Path) -> None:
     saved_keys = set[str]()
     for shard in shards:
         saved_keys.update(*shard["flats"])
-    has_muon = any(group.get("use_muon") for group in engine.optimizer.param_groups)
-    if "exp_avg" in saved_keys and ("momentum_buffer" in saved_keys) != has_muon:
-        raise UserError(
-            f"{folder}: another --optimizer trained the saved run: use that one, or start from its"
-            " model"
-        )
+    for optimizer in hooks("optimizers.OPTIMIZER"):
+        trains = any(group.get(optimizer.mark) for group in engine.optimizer.param_groups)
+        has_trained = not saved_keys.isdisjoint(optimizer.state_names)
+        if "exp_avg" in saved_keys and has_trained != trains:
+            raise UserError(
+                f"{folder}: another --optimizer trained the saved run: use that one, or start from"
+                " its model"
+            )
     flats = gather(
         shards, _fragments_of(engine), [tensor.numel() for tensor in flat_masters(engine)]
     )
@@ -217,9 +229,8 @@ def _require_same_parameters(folder: Path, common: Mapping[str, Any], engine: An
 def read_shards(folder: Path, common: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The states of all ranks that saved, in rank order. `common` is `common_state(folder)`.
     "fragments" says which elements the tensors of "flats" hold; each of these has "fp32" (weights)
-    and, after the first step, "exp_avg" and "exp_avg_sq", or "momentum_buffer" -> 1-D fp32 tensors
-    in the same order. "steps" is AdamW's step count, "loss_scale" the attributes of DeepSpeed's
-    loss scaler in fp16."""
+    and, after the first step, some of `moment_names` -> 1-D fp32 tensors in the same order. "steps"
+    is AdamW's step count, "loss_scale" the attributes of DeepSpeed's loss scaler in fp16."""
     shards = []
     for rank in range(common["ranks"]):
         shard = load_state(folder / rank_file(rank), mapped=True)
@@ -344,7 +355,8 @@ def _load_flats(engine: Engine, flats: Sequence[Mapping[str, Tensor]], steps: in
     moments: dict[int, dict[str, Any]] = {}
     if steps:
         for index, (master, flat) in enumerate(zip(masters, flats, strict=True)):
-            moments[index] = {key: flat[key].view_as(master) for key in MOMENTS if key in flat}
+            names = [name for name in moment_names() if name in flat]
+            moments[index] = {name: flat[name].view_as(master) for name in names}
             if "exp_avg" in flat:
                 moments[index]["step"] = torch.tensor(float(steps))
     state = engine.optimizer.state_dict()

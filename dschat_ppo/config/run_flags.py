@@ -73,16 +73,7 @@ class RunFlags:
         "if the tokenizer has more tokens than the model has embeddings, add rows to the embedding"
         " and the head, each initialised with the mean of the existing rows",
     )
-    optimizer: Literal["adamw", "muon"] = flag(
-        "adamw",
-        "muon: Muon for the matrices of the decoder layers, and AdamW for embeddings, heads, norms"
-        " and biases; without LoRA, offload and fp16, at ZeRO stage 0, in bf16 also at stage 1",
-    )
-    muon_learning_rate: float | None = share(
-        None,
-        "peak learning rate of the matrices under --optimizer muon, at most 1. Muon's update of an"
-        " n x n matrix is as large as AdamW's at a rate of about 0.2 sqrt(n) times AdamW's",
-    )
+    optimizer: Literal["adamw"] = flag("adamw", "optimizer of the weights that train")
     adam_beta1: float = fraction(0.9, "first beta of AdamW")
     adam_beta2: float = fraction(0.95, "second beta of AdamW")
     adam_epsilon: float = share(1e-8, "epsilon of AdamW")
@@ -144,11 +135,6 @@ class RunFlags:
                 "--output_dir is required: name the folder for the model and its metrics"
             )
         check_values(self)
-        if (self.optimizer == "muon") != (self.muon_learning_rate is not None):
-            raise UserError(
-                "--optimizer muon and --muon_learning_rate need each other (--help muon says "
-                "which rate is usual)"
-            )
         if self.dry_run_ranks is not None and not self.dry_run:
             raise UserError("--dry_run_ranks needs --dry_run")
 

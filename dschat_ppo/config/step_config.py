@@ -12,7 +12,6 @@ from dschat_ppo.config.data_flags import DataFlags, StepData
 from dschat_ppo.config.feature_needs import FurtherModel, Needs
 from dschat_ppo.config.health_flags import HealthFlags
 from dschat_ppo.config.run_flags import (
-    AUTO,
     ConsoleFlags,
     MemoryFlags,
     OldFlags,
@@ -192,7 +191,6 @@ class StepConfig(ABC):
 
     def __post_init__(self) -> None:
         self._check_zero_stages()
-        self._check_muon()
         self._check_schedule()
         for refuse in hooks("refusals.refuse"):
             refuse(self)
@@ -214,21 +212,6 @@ class StepConfig(ABC):
             raise UserError(
                 f"--zero_hpz_partition_size (ZeRO++) needs {' or '.join(stages)} 3: the other"
                 " stages do not partition weights"
-            )
-
-    def _check_muon(self) -> None:
-        """Refuse Muon where a skipped update would change its momentum too, or a checkpoint could
-        not divide it."""
-        if self.run.optimizer != "muon":
-            return
-        stages = self._stages_by_flag
-        highest_stage = 1 if self.run.dtype in (AUTO, "bf16") else 0
-        offloads = self.training.offload or self.memory.offload_optimizer
-        if self.run.dtype == "fp16" or offloads or max(stages.values()) > highest_stage:
-            raise UserError(
-                f"--optimizer muon needs {' and '.join(stages)} 0, with --dtype bf16 at most 1, and"
-                " neither fp16 nor offload: elsewhere DeepSpeed clips Muon's update in place of the"
-                " gradient, which makes it many times smaller"
             )
 
     def _check_schedule(self) -> None:

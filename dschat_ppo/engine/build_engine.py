@@ -11,7 +11,6 @@ fp32 weights and checkpoints are partitioned as ever, and no number changes.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,7 +32,8 @@ from dschat_ppo.common.dist import local_world_size, on_gpu, world_size
 from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.config.step_config import POLYNOMIAL_END, StepConfig
-from dschat_ppo.engine.ds_config import MUON, PERSISTENT_ELEMENTS, Config, eval_config
+from dschat_ppo.engine.ds_config import PERSISTENT_ELEMENTS, Config, eval_config
+from dschat_ppo.engine.optimizers import ADAMW, OptimizerKind, optimizer_of
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.adapters import is_adapter_parameter
 from dschat_ppo.models.loading import ModelChanges, load_causal_lm
@@ -151,8 +151,8 @@ _MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW and its learning rate schedule over optimizer steps. `lora_learning_rate` None:
-    `learning_rate`; `muon_learning_rate` None: no Muon."""
+    """AdamW, the optimizer of the parameters that AdamW does not train, and the learning rate
+    schedule over optimizer steps. `lora_learning_rate` None: `learning_rate`."""
 
     learning_rate: float
     weight_decay: float
@@ -163,7 +163,8 @@ class OptimizerSettings:
     epsilon: float
     lora_learning_rate: float | None = None
     min_lr_ratio: float = 0.0  # lowest rate after the warm-up, as a share of the peak
-    muon_learning_rate: float | None = None
+    optimizer: OptimizerKind = ADAMW
+    taken_learning_rate: float | None = None  # of the parameters that `optimizer` takes
 
 
 def optimizer_settings(config: StepConfig, updates: int, prefix: str = "") -> OptimizerSettings:
@@ -171,6 +172,7 @@ def optimizer_settings(config: StepConfig, updates: int, prefix: str = "") -> Op
     models."""
     run = config.run
     flags = vars(config.training)
+    optimizer = optimizer_of(config)
     return OptimizerSettings(
         learning_rate=flags[f"{prefix}learning_rate"],
         weight_decay=flags[f"{prefix}weight_decay"],
@@ -181,7 +183,8 @@ def optimizer_settings(config: StepConfig, updates: int, prefix: str = "") -> Op
         epsilon=run.adam_epsilon,
         lora_learning_rate=config.value(f"{prefix}lora_learning_rate"),
         min_lr_ratio=config.schedule.min_lr_ratio,
-        muon_learning_rate=run.muon_learning_rate,
+        optimizer=optimizer,
+        taken_learning_rate=optimizer.learning_rate(config),
     )
 
 
@@ -284,24 +287,13 @@ def share_gathering(model: nn.Module, engine: Engine) -> None:
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """PyTorch's fused AdamW, which also updates what DeepSpeed keeps on the host, as with
-    `--offload`; with Muon for the groups that have `use_muon`."""
+    """The optimizer of the settings over PyTorch's fused AdamW, which also updates what DeepSpeed
+    keeps on the host, as with `--offload`."""
     groups = parameter_groups(model, settings)
     adamw = dict[str, Any](
         lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon, fused=True
     )
-    if settings.muon_learning_rate is None:
-        return torch.optim.AdamW(groups, **adamw)
-    complete_groups = []
-    for group in groups:
-        defaults = {"use_muon": False, **adamw}
-        if "use_muon" in group:
-            defaults = MUON
-        complete_groups.append(defaults | group)
-    optimizer: torch.optim.Optimizer = import_module(_MUON).MuonWithAuxAdam(
-        complete_groups, torch.optim.AdamW, adamw
-    )
-    return optimizer
+    return settings.optimizer.build(groups, adamw)
 
 
 def rate_factor(settings: OptimizerSettings, step: int) -> float:
@@ -342,16 +334,17 @@ def rate_factor(settings: OptimizerSettings, step: int) -> float:
 
 
 def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:
-    """Trainable parameters by learning rate (LoRA or Muon last) and weight decay: matrices have it,
-    and vectors, such as DoRA's magnitudes, do not. Groups without parameters are left out."""
-    uses_muon = settings.muon_learning_rate is not None
+    """Trainable parameters by learning rate (those of LoRA or another optimizer than AdamW last)
+    and weight decay: matrices have it, and vectors, such as DoRA's magnitudes, do not. Groups
+    without parameters are left out."""
+    optimizer = settings.optimizer
     lora_rate = settings.lora_learning_rate
     if lora_rate is None:
         lora_rate = settings.learning_rate
     options: dict[str, dict[str, Any]] = {
         "": {},
         "lora": {"lr": lora_rate},
-        "muon": {"lr": settings.muon_learning_rate, "use_muon": True},
+        "taken": {"lr": settings.taken_learning_rate, optimizer.mark: True},
     }
     members: dict[tuple[str, bool], list[nn.Parameter]] = {}  # (kind, is a matrix) -> parameters
     for name, parameter in model.named_parameters():
@@ -360,8 +353,8 @@ def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict
             kind = ""
             if is_adapter_parameter(name):
                 kind = "lora"
-            elif uses_muon and is_layer_matrix(name, shape):
-                kind = "muon"
+            elif optimizer.takes(name, shape):
+                kind = "taken"
             members.setdefault((kind, len(shape) > 1), []).append(parameter)
     groups = []
     for kind in options:
@@ -370,13 +363,6 @@ def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict
                 group = {"params": members[kind, is_matrix], "weight_decay": weight_decay}
                 groups.append(group | options[kind])
     return groups
-
-
-def is_layer_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Whether Muon trains this parameter: a matrix that multiplies in a decoder layer, which a
-    number in the name shows, and not the single row of a gate. DeepSpeed's own rule, by "embed" and
-    "lm_head" in the name, takes score heads, and embeddings of GPT-2."""
-    return len(shape) == 2 and min(shape) > 1 and re.search(r"\.\d+\..*weight$", name) is not None
 
 
 def frozen_policy(

@@ -12,6 +12,7 @@ from typing import Any
 from dschat_ppo.config.run_flags import MemoryFlags
 from dschat_ppo.config.schema import read_settings, require
 from dschat_ppo.config.step_config import StepConfig
+from dschat_ppo.engine.optimizers import optimizer_of
 from dschat_ppo.errors import UserError, reading
 
 Config = dict[str, Any]
@@ -50,9 +51,6 @@ BUCKET_SIZE = 100_000_000
 # ZeRO-3 keeps weights of up to so many elements whole on each rank. Models that fit into memory
 # many times are whole altogether (`WholeWeights`), unless the user sets another number.
 PERSISTENT_ELEMENTS = 10_000
-# Muon as its author published it: https://kellerjordan.github.io/posts/muon/. DeepSpeed's default
-# iteration is another.
-MUON = {"momentum": 0.95, "ns_method": "standard"}
 GRADIENT_CHECKS = (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm"))
 
 
@@ -229,11 +227,8 @@ def require_agreement(config: StepConfig, ranks: int) -> None:
     path = run.deepspeed_config
     settings = _checked_settings(path)
     kind = _setting_at(settings, "optimizer.type")
-    kinds: Collection[str] = ("adam", "adamw")
-    if run.optimizer == "muon":
-        kinds = ("muon",)
     require(
-        kind is None or str(kind).lower() in kinds,
+        kind is None or str(kind).lower() in optimizer_of(config).types,
         f"--deepspeed_config {path}: optimizer.type is {kind}, but --optimizer is {run.optimizer}:"
         " change one of the two, or take it out of the file",
     )
@@ -248,7 +243,7 @@ def require_agreement(config: StepConfig, ranks: int) -> None:
         if in_file is None or meant == value:
             continue
         advice = "change one of the two, or take it out of the file"
-        if "muon's" in flag:  # which no flag sets
+        if f"{run.optimizer}'s" in flag:  # which no flag sets
             advice = "take it out of the file"
         if flag == "dtype":
             value = run.dtype
@@ -278,17 +273,7 @@ def _settings_of_flags(config: StepConfig, ranks: int) -> list[tuple[str, str, A
         ("bf16.enabled", "dtype", run.dtype == "bf16"),
         ("fp16.enabled", "dtype", run.dtype == "fp16"),
     ]
-    if run.optimizer == "muon":  # the file could turn it off: see the refusals of `StepConfig`
-        settings.append(("optimizer.params.muon_lr", "muon_learning_rate", run.muon_learning_rate))
-        for key, value in MUON.items():
-            settings.append((f"optimizer.params.{key}", f"optimizer muon's {key}", value))
-        for model, stage in config.stages.items():
-            settings.append(("zero_optimization.stage", f"{model}zero_stage", stage))
-        settings += [
-            ("zero_optimization.cpu_offload", "optimizer muon's offload", False),
-            ("zero_optimization.offload_optimizer.device", "optimizer muon's device", "none"),
-            ("data_types.grad_accum_dtype", "optimizer muon's sums of gradients", "fp32"),
-        ]
+    settings += optimizer_of(config).settings_of_flags(config)
     for model in config.stages:
         peak = f"{model}learning_rate"
         decay = f"{model}weight_decay"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dschat_ppo.common.dist import device, gather_cat, on_gpu, world_size
 from dschat_ppo.common.heartbeat import heartbeat
+from dschat_ppo.engine.optimizers import further_optimizers
 from dschat_ppo.types import Engine
 
 
@@ -296,14 +297,15 @@ def _find_gradient_fault(gradients: Gradients[MicroBatch]) -> Fault | None:
 
 
 def learning_rates(engine: Engine) -> dict[str, float]:
-    """`lr` of the next step, of weights that are not LoRA and not under Muon, if any; and `lora_lr`
-    or `muon_lr` if both train, at two rates."""
+    """`lr` of the next step, of weights that are neither LoRA nor taken from AdamW, if any; and
+    `lora_lr`, or the name that another optimizer gives its rate, if both train, at two rates."""
     first = engine.optimizer.param_groups[0]
     last = engine.optimizer.param_groups[-1]
     rates = {"lr": float(engine.get_lr()[0])}
     if first["initial_lr"] != last["initial_lr"]:
         name = "lora_lr"
-        if last.get("use_muon"):
-            name = "muon_lr"
+        for optimizer in further_optimizers():
+            if last.get(optimizer.mark):
+                name = optimizer.rate_name
         rates[name] = float(engine.get_lr()[-1])
     return rates

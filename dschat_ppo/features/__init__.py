@@ -18,6 +18,7 @@ FEATURES = (
     "dynamic_sampling",
     "environments",
     "lora",
+    "muon",
     "process_rewards",
     "ptx",
     "replay",

@@ -37,18 +37,19 @@ _OF_OBJECTIVE = {
     "margin": Column("margin", "margin", "7.3f"),
     "kl": Column("KL", "kl", "7.4f"),
 }
-_OF_OPTIMIZER = (
+_RATES = (
     Column("lr", "lr", "8.2e"),
     Column("LoRA lr", "lora_lr", "8.2e"),
-    Column("Muon lr", "muon_lr", "8.2e"),
-    Column("grad norm", "grad_norm", "6.3g"),
 )
 
 
 def supervised_columns(headline: Iterable[str]) -> list[Column]:
     """The columns of steps 1 and 2; `headline` names the objective's metrics."""
     columns = [_OF_OBJECTIVE.get(name, Column(name, name, "7.4g")) for name in headline]
-    return [*columns, *_OF_OPTIMIZER]
+    columns += _RATES
+    for optimizer in hooks("optimizers.OPTIMIZER"):  # of a feature, whose rate is another one
+        columns.append(Column(optimizer.rate_label, optimizer.rate_name, "8.2e"))
+    return [*columns, Column("grad norm", "grad_norm", "6.3g")]
 
 
 def show_step(

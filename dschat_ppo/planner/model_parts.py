@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.config.step_config import StepConfig
-from dschat_ppo.engine.build_engine import is_layer_matrix
+from dschat_ppo.engine.optimizers import further_optimizers
 from dschat_ppo.errors import reading
 from dschat_ppo.models.activation_memory import decoder_layers
 from dschat_ppo.models.adapters import adapter_layers, add_adapter
@@ -66,7 +66,7 @@ class ModelSizes:
     layer: int  # of the largest one
     trained: int  # parameters that train
     adapted: int  # weights under LoRA, which generation replaces by merged ones
-    matrices: int  # those that `--optimizer muon` trains with Muon
+    taken: Mapping[str, int]  # by optimizers of features, which train them in place of AdamW
     largest: int  # of the largest parameter
     hidden: int  # numbers of a hidden state
     vocabulary: int  # width of the logits; 1 with a scalar head
@@ -151,14 +151,17 @@ def _count_sizes(
     weights = dict(model.named_parameters())  # a tied one once
     adapted = [layer.get_base_layer().weight for layer in adapter_layers(model).values()]
     trained = [weight for weight in weights.values() if weight.requires_grad]
-    matrices = [weight for name, weight in weights.items() if is_layer_matrix(name, weight.shape)]
+    taken = dict[str, int]()
+    for optimizer in further_optimizers():
+        names = [name for name, weight in weights.items() if optimizer.takes(name, weight.shape)]
+        taken[optimizer.name] = _numbers_in(weights[name] for name in names)
     return ModelSizes(
         total=_numbers_in(weights.values()),
         layers=sum(layers),
         layer=max(layers),
         trained=_numbers_in(trained),
         adapted=_numbers_in(adapted),
-        matrices=_numbers_in(matrices),
+        taken=taken,
         largest=max(weight.numel() for weight in weights.values()),
         hidden=config.get_text_config().hidden_size,
         vocabulary=vocabulary,

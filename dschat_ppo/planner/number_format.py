@@ -237,7 +237,7 @@ def _faster_that_fits(
     `time_products`; `fits`: whether a configuration in fp32 fits in memory."""
     try:
         in_fp32 = _config_in(config, "fp32")
-    except UserError:  # another flag needs bf16, such as --optimizer muon at ZeRO stage 1
+    except UserError:  # another flag needs bf16
         return NumberFormat("bf16", "the other flags do not go with fp32")
     return faster_format(seconds, fits(in_fp32))
 

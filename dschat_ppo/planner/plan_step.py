@@ -19,6 +19,7 @@ from dschat_ppo.config.step_config import StepConfig, flatten
 from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.engine.build_engine import may_be_whole
 from dschat_ppo.engine.ds_config import config_of_run, eval_config
+from dschat_ppo.engine.optimizers import ADAMW, optimizer_of
 from dschat_ppo.errors import UserError, attempt, counted, in_one_line
 from dschat_ppo.models.loading import changes_to_train
 from dschat_ppo.planner.model_parts import ModelSizes, read_model_configs, sizes_of
@@ -206,6 +207,9 @@ def roles_of(
         zero = ds_config["zero_optimization"]
         by_layer = name == "actor" and flags["unpin_actor_parameters"]
         weight_bytes = ITEMSIZE[config.run.dtype] * sizes.total
+        optimizer = ADAMW
+        if trains:
+            optimizer = optimizer_of(config)
         bits = 0
         if sizes.adapted and not shared:
             bits = config.frozen_bits
@@ -220,7 +224,7 @@ def roles_of(
             offloads_weights=zero["stage"] == 3 and offloads_part(zero, "param"),
             kept_whole=not by_layer and may_be_whole(ds_config, weight_bytes, ranks, device_memory),
             on_gpu=on_gpu,
-            muon=trains and config.run.optimizer == "muon",
+            optimizer=optimizer,
             saved_itemsize=saved_itemsize(config, model),
             bits=bits,
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from dschat_ppo.algorithms.fused_logprobs import BLOCK_BYTES, GPU_BLOCK_BYTES
 from dschat_ppo.engine.ds_config import BUCKET_SIZE
+from dschat_ppo.engine.optimizers import ADAMW, OptimizerKind
 from dschat_ppo.planner.model_parts import ModelSizes
 from dschat_ppo.rollout.cache_memory import (
     LOGITS_BYTES,
@@ -54,7 +55,7 @@ class Role:
     # at stage 3, gathered weights stay between two updates (`engine/build_engine.py`)
     kept_whole: bool = False
     on_gpu: bool = False  # the device is a GPU
-    muon: bool = False  # trains matrices with Muon, which has one momentum in place of two moments
+    optimizer: OptimizerKind = ADAMW
     saved_itemsize: int = 0  # bytes of a number of the saved model
     bits: int = 0  # of the quantised weights under LoRA (QLoRA); 0: not quantised
 
@@ -131,16 +132,16 @@ def steady_bytes(role: Role) -> Iterator[RoleBytes]:
 def _optimizer_bytes(role: Role) -> Iterator[RoleBytes]:
     """The states of a model's optimizer, and what an update on the host needs besides."""
     sizes = role.sizes
-    # (4 + 8) T / N, and 4 / N less for each parameter under Muon; in fp32 at stage 0 the weights
-    # are the fp32 weights
+    # (4 + 8) T / N, and less for each parameter of which another optimizer than AdamW has fewer
+    # states; in fp32 at stage 0 the weights are the fp32 weights
     bytes_per_parameter = MOMENTS
     shards = 1
     if role.stage > 0:
         bytes_per_parameter += MASTER
         shards = role.ranks
     states = role.shard * bytes_per_parameter
-    if role.muon:
-        states -= FP32 * sizes.matrices // shards
+    fewer_states = len(ADAMW.state_names) - len(role.optimizer.state_names)
+    states -= fewer_states * FP32 * sizes.taken.get(role.optimizer.name, 0) // shards
     yield "optimizer", states, role.offloads_optimizer
     if role.offloads_optimizer:
         yield "optimizer", FP32 * role.shard, True  # gradients in fp32

@@ -201,7 +201,7 @@ def _print_plan(step: str, config: StepConfig, plan: Plan, proposal: Proposal | 
         )
     elif plan.missing:
         other_optimizer = ""
-        if config.run.optimizer == "muon":
+        if config.run.optimizer != "adamw":
             other_optimizer = "--optimizer adamw with ZeRO, "
         print(
             f"\nNo flags of the planner make it fit: use {other_optimizer}more devices, a smaller"

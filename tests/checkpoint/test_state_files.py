@@ -20,7 +20,6 @@ from dschat_ppo.checkpoint.engine_state import (
     _require_same_parameters,
     common_state,
     gather,
-    load_engine,
     master_weights,
     partitioned_fragments,
     resume_schedule,
@@ -256,7 +255,7 @@ def engine_with(**sizes):
     )
 
 
-def test_states_of_another_model_or_optimizer_are_refused(tmp_path, monkeypatch):
+def test_states_of_another_model_are_refused(tmp_path):
     with pytest.raises(
         UserError, match=r"actor: holds no states of an engine \(common.pt is missing\)"
     ):
@@ -275,16 +274,6 @@ def test_states_of_another_model_or_optimizer_are_refused(tmp_path, monkeypatch)
             _require_same_parameters(
                 Path("actor"), {**common, "buffers": buffers}, engine_with(a=3, b=1)
             )
-    monkeypatch.setattr(engine_state, "common_state", lambda folder: common)
-    engine = engine_with(a=3, b=1)
-    for muon, moment in ((True, {}), (False, {"momentum_buffer": 0})):
-        engine.optimizer.param_groups[0]["use_muon"] = muon
-        flats = [{"exp_avg": 0}, moment]
-        monkeypatch.setattr(engine_state, "read_shards", lambda *_, flats=flats: [{"flats": flats}])
-        with pytest.raises(
-            UserError, match="actor: another --optimizer trained the saved run: use that one"
-        ):
-            load_engine(engine, Path("actor"))
 
 
 def test_whole_weights_are_joined_from_the_pieces_of_all_ranks(monkeypatch):

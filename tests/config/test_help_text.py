@@ -43,7 +43,7 @@ def test_the_whole_help_shows_kinds_defaults_aliases_and_how_to_turn_off():
         ("actor_learning_rate", "X", "(default: 9.65e-06)"),
         ("data_path", "TEXT ...", "(required)"),
         ("prompt_column", "TEXT", "(also: --input_key)"),
-        ("optimizer", "{adamw,muon}", "(default: adamw)"),
+        ("rollout_engine", "{auto,padded}", "(default: auto)"),
         ("align_overflow", "BOOL", "(default: False)"),
         ("whiten_advantages", "BOOL", "(default: True; off: --no_whiten_advantages)"),
     ):

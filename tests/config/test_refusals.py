@@ -43,22 +43,6 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
         "--kl_coef 0 --ref_model_name_or_path r",
         "--ref_model_name_or_path r has no effect: it is for the",
     ),
-    ("sft", "--optimizer muon", "--optimizer muon and --muon_learning_rate need each other"),
-    (
-        "ppo",
-        "--muon_learning_rate 0.1",
-        "--optimizer muon and --muon_learning_rate need each other",
-    ),
-    *[
-        ("ppo", f"--optimizer muon --muon_learning_rate 0.1 {words}", "in place of the gradient")
-        for words in (
-            "--dtype fp32 --critic_zero_stage 1",
-            "--actor_zero_stage 2",
-            "--dtype fp16",
-            "--actor_zero_stage 1 --critic_zero_stage 1 --offload",
-            "--actor_zero_stage 1 --critic_zero_stage 1 --offload_optimizer",
-        )
-    ],
     # several groups
     (
         "ppo",
@@ -514,7 +498,6 @@ def test_a_note_names_each_flag_without_effect(step, words, names):
     [
         f"--offload {STAGES}",
         f"--offload_optimizer {STAGES}",
-        "--optimizer muon --muon_learning_rate 0.1 --actor_zero_stage 1",
         f"--zero_hpz_partition_size 2 {STAGES}",
         "--kl_estimator full --old_logprobs recompute",
     ],

@@ -234,27 +234,12 @@ FIT = (
         ("bf16.enabled", False, "dtype", "bf16"),
         ("fp16.enabled", True, "dtype", "bf16"),
         ("optimizer.params.adam_lr", 1e-4, "learning_rate", "2e-05"),
-        ("optimizer.params.muon_lr", 0.2, "muon_learning_rate", "0.1"),
-        (
-            "optimizer.params.momentum",
-            0.9,
-            "optimizer muon's momentum",
-            "0.95",
-        ),  # and what would turn it off
-        ("zero_optimization.stage", 3, "zero_stage", "0"),
-        ("data_types.grad_accum_dtype", "bf16", "optimizer muon's sums of gradients", "fp32"),
-        ("zero_optimization.offload_optimizer.device", "cpu", "optimizer muon's device", "none"),
     ],
 )
 def test_settings_that_differ_from_the_flags_are_named_with_both_values(
     tmp_path, place, value, flag, ours
 ):
     settings, words = json.loads(json.dumps(AGREE)), FIT
-    if "muon" in flag or flag == "zero_stage":
-        settings["optimizer"]["type"], words = (
-            "Muon",
-            [*FIT, "--optimizer", "muon", "--muon_learning_rate", "0.1"],
-        )
     *sections, key = place.split(".")
     inner = settings
     for section in sections:

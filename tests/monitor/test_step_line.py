@@ -46,10 +46,6 @@ def test_the_line_of_steps_1_and_2_has_the_rates_that_there_are_and_the_time_lef
     )
     rates = "lr 3.00e-04  LoRA lr 2.00e-03  grad norm   2.17    2,000 tokens/s  2:00 left"
     assert line == f"step  10/250  margin   0.053  {rates}"
-    metrics["muon_lr"] = metrics.pop("lora_lr")
-    assert "04  Muon lr 2.00e-03" in step_line(
-        supervised_columns(("margin",)), metrics, progress_at(1, 2, 1.0, 8)
-    )
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.config.run_flags import MemoryFlags
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import ZeroOptions, train_config
+from dschat_ppo.engine.optimizers import ADAMW
 from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.loading import DTYPES, ModelChanges
@@ -56,7 +57,6 @@ def test_a_language_model():
     counted = sizes_of(llama(), "bf16", scalar=False)
     assert (counted.layers, counted.layer, counted.head) == (3 * LAYER, LAYER, 100 * 64)
     assert counted.total == counted.trained == 3 * LAYER + 2 * 6400 + 64
-    assert counted.matrices == 3 * (ATTENTION + MLP)
     # layers, keys and values, heads, numbers of a head, bytes
     assert counted.kv_bytes == 3 * 2 * 2 * 16 * 2
     assert (
@@ -201,7 +201,7 @@ SIZES = ModelSizes(
     layer=200,
     trained=1000,
     adapted=0,
-    matrices=0,
+    taken={},
     largest=300,
     hidden=8,
     vocabulary=50,
@@ -223,6 +223,8 @@ def sized(planned, **changes):
     return replace(planned, sizes=replace(SIZES, **changes))
 
 
+OF_ONE_STATE = replace(ADAMW, name="one", state_names=("momentum",))
+TAKEN = {"one": 400}
 LARGE = sized(role(2, on_gpu=True), trained=4 * 10**8, total=4 * 10**8)
 BUFFER = 4 * 300  # of the largest parameter, in fp32
 # (part, role, bytes on the device, in host memory): 1,000 parameters train on 4 ranks, and fit into
@@ -240,8 +242,8 @@ HELD = [
     ("optimizer", role(3), 12 * 250, 0),
     ("optimizer", role(2, "fp32"), 3000, 0),
     ("optimizer", role(0, "fp32"), 8 * 1000, 0),
-    ("optimizer", sized(role(1, muon=True), matrices=400), 12 * 250 - 4 * 100, 0),
-    ("optimizer", sized(role(1), matrices=400), 12 * 250, 0),
+    ("optimizer", sized(role(1, optimizer=OF_ONE_STATE), taken=TAKEN), 12 * 250 - 4 * 100, 0),
+    ("optimizer", sized(role(1), taken=TAKEN), 12 * 250, 0),
     ("optimizer", role(2, offloads_optimizer=True), BUFFER, 250 * (12 + 4 + 2) + BUFFER),
     ("optimizer", role(3, offloads_optimizer=True), 0, 250 * (12 + 4)),
     ("gradients", role(1), 4 * 1000, 0),

@@ -87,18 +87,6 @@ def test_fp32_that_does_not_fit_by_the_plan_is_not_chosen(assets, tmp_path, meas
     assert with_dtype(config).run.dtype == "bf16"
 
 
-@pytest.mark.parametrize(
-    ("words", "dtype", "reason"),
-    [
-        ("--optimizer muon --muon_learning_rate 1e-3 --zero_stage 1", "bf16", "the other flags"),
-        ("--optimizer muon --muon_learning_rate 1e-3 --zero_stage 0", "fp32", "1.5 times as fast"),
-    ],
-)
-def test_flags_that_need_bf16_get_it(assets, tmp_path, measured, said, words, dtype, reason):
-    assert with_dtype(config_of(assets, tmp_path, *words.split())).run.dtype == dtype
-    assert reason in said[0]
-
-
 @pytest.mark.parametrize(("section", "dtype"), [("bf16", "bf16"), ("fp16", "fp16")])
 def test_a_deepspeed_config_that_names_a_format_decides(assets, tmp_path, measured, section, dtype):
     path = tmp_path / "ds.json"

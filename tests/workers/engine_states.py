@@ -10,7 +10,7 @@ rank writes to FOLDER/PART.RANK.
 import hashlib
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,10 +23,10 @@ from dschat_ppo.checkpoint import engine_state
 from dschat_ppo.checkpoint.state_files import BackgroundWriter
 from dschat_ppo.common import dist
 from dschat_ppo.common.dist import rank_shard
-from dschat_ppo.engine import build_engine
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.engine.optimizer_step import accumulate, apply, learning_rates
+from dschat_ppo.engine.optimizers import further_optimizers
 from workers.quick import joined_ranks
 
 BEFORE, AFTER = 4, 3
@@ -85,10 +85,11 @@ def build(case: Case, seed: int = 0):
     config = train_config(case.stage, case.dtype, case.offload, dist.world_size(), 1.0, overlay)
     # their fp32 powers by multiplication and by pow() differ from the third step on
     betas = 0.85, 0.98
-    settings = OptimizerSettings(
-        0.05, 0.3, "cosine", 2, 20, betas, 1e-8, muon_learning_rate=0.1 if case.muon else None
-    )
-    build_engine.is_layer_matrix = lambda name, shape: name in MATRICES
+    settings = OptimizerSettings(0.05, 0.3, "cosine", 2, 20, betas, 1e-8)
+    if case.muon:
+        [muon] = [optimizer for optimizer in further_optimizers() if optimizer.name == "muon"]
+        muon = replace(muon, takes=lambda name, shape: name in MATRICES)
+        settings = replace(settings, optimizer=muon, taken_learning_rate=0.1)
     model = Tiny(seed)
     if case.frozen:  # as loaded from a folder: the same whatever the seed
         model.embedding.weight, model.head.weight = (

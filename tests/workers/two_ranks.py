@@ -14,19 +14,23 @@ from dschat_ppo.common import dist
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.engine.optimizer_step import accumulate, apply
+from dschat_ppo.engine.optimizers import further_optimizers
 from workers.quick import joined_ranks
 
 SETTINGS = OptimizerSettings(0.01, 0.0, "linear", 0, 20, (0.9, 0.95), 1e-8)
 
 
-def summed_gradients(out: str) -> None:
+def summed_gradients(out: str, name: str = "") -> None:
     """Two optimizer steps of four micro-batches, dealt to the ranks: rank 0 saves the last sums of
-    gradients in fp32, and the matrices that Muon moved."""
+    gradients in fp32, and how the matrices moved. `name`: of an optimizer other than AdamW."""
     torch.manual_seed(0)
     original_muon.ns_compute_dtype = lambda *_: torch.float32
     model = nn.Sequential(nn.Sequential(nn.Linear(40, 90), nn.Tanh(), nn.Linear(90, 30))).bfloat16()
     rows = torch.randn(4, 2, 40).bfloat16()
-    settings = replace(SETTINGS, muon_learning_rate=0.1)
+    settings = SETTINGS
+    for optimizer in further_optimizers():
+        if optimizer.name == name:
+            settings = replace(SETTINGS, optimizer=optimizer, taken_learning_rate=0.1)
     engine = train_engine(model, train_config(1, "bf16", False, dist.world_size(), 1.0), settings)
     own = list(rows[dist.rank() :: dist.world_size()])
     before = [weight.detach().float() for weight in engine.module.parameters() if weight.dim() == 2]

@@ -22,11 +22,6 @@ def refuse(config: StepConfig) -> None:
                 " weights train, and 1e-5 to 2e-5 is a usual learning rate"
             )
     _refuse_quantised_weights(config, flags, adapted)
-    if adapted and config.run.optimizer == "muon":
-        raise UserError(
-            "--optimizer muon is for whole matrices, not for the two factors of LoRA: omit"
-            f" {dim_flags}, or use adamw"
-        )
     if adapted and flags.only_optimize_lora and config.run.resize_vocabulary:
         raise UserError(
             "--resize_vocabulary adds rows to the embedding and the head, which"

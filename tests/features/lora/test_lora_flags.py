@@ -20,11 +20,6 @@ ALONE = "--lora_dim 8 --only_optimize_lora"
 RANK = {"sft": "--lora_dim", "dpo": "--lora_dim", "ppo": "--actor_lora_dim"}
 
 CASES = [  # step, what is given, a part of the message
-    (
-        "ppo",
-        f"--optimizer muon --muon_learning_rate 0.1 {LORA}",
-        "omit --actor_lora_dim or --critic_lora_dim, or use",
-    ),
     # one base of all models
     ("ppo", "--share_base --actor_lora_dim 4 --critic_lora_dim 4", "--only_optimize_lora"),
     ("ppo", "--share_base --critic_lora_dim 4 --only_optimize_lora", "--actor_lora_dim above 0"),

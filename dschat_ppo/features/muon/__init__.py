@@ -1,0 +1,1 @@
+"""Muon: an optimizer of matrices, in all steps."""
