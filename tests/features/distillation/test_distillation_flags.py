@@ -52,7 +52,7 @@ CASES = [  # step, what is given, a part of the message
     ),
     (
         "ppo",
-        f"{TAUGHT} --offload_teacher_model",
+        f"{TAUGHT} --offload_teacher_model --actor_zero_stage 2",
         "--offload_teacher_model needs --actor_zero_stage 3",
     ),
     ("sft", f"{TAUGHT} --offload_teacher_model", "--offload_teacher_model needs --zero_stage 3"),

@@ -88,3 +88,19 @@ def test_what_a_teacher_reads_in_place_of_the_prompts_is_as_wide_as_they(assets,
     assert rollout.extra["teacher_prompt_ids"][0].tolist() == [7, 8, 9, 4]
     assert rollout.extra["teacher_prompt_mask"].sum(dim=1).tolist() == [4, 4, 1, 1]
     assert rollout.prompt_mask.sum(dim=1).tolist() == [1, 1, 3, 3]
+
+
+def test_advantages_of_a_run_have_the_kl_to_the_teacher_of_each_row(assets, tmp_path):
+    """The teacher is the actor's start, so that before the first update the KL is 0."""
+    words = f"--distill_policy_gradient {TEACHER} {assets}/lm"
+    run = PlainRun(assets, tmp_path / "run", words)
+    run.run()
+    first, *later = [line["distill/kl_k1"] for line in run.lines if "distill/kl_k1" in line]
+    assert first == pytest.approx(0, abs=1e-6)
+    assert later and all(abs(kl) > 1e-4 for kl in later)
+    plain = PlainRun(assets, tmp_path / "plain")
+    plain.run()
+    assert not any("distill/kl_k1" in line for line in plain.lines)
+    assert plain.lines[0]["policy/advantage_mean"] == pytest.approx(
+        run.lines[0]["policy/advantage_mean"], abs=1e-5
+    )
