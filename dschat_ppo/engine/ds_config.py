@@ -273,7 +273,7 @@ def _settings_of_flags(config: StepConfig, ranks: int) -> list[tuple[str, str, A
         ("bf16.enabled", "dtype", run.dtype == "bf16"),
         ("fp16.enabled", "dtype", run.dtype == "fp16"),
     ]
-    settings += optimizer_of(config).settings_of_flags(config)
+    settings += optimizer_of(config).needed_settings(config)
     for model in config.stages:
         peak = f"{model}learning_rate"
         decay = f"{model}weight_decay"

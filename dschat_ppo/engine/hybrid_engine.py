@@ -164,6 +164,12 @@ class HybridEngine:
             finally:
                 model.train(was_training)
 
+    def check_division(self) -> None:
+        """Require layers that ranks divide to compute what whole ones do. Collective; called once,
+        before the first rollout. `UserError` if they do not."""
+        if self.division is not None:
+            self.division.check(self)
+
 
 def is_missing(weight: Any) -> bool:
     """Whether a ZeRO-3 parameter has to be gathered; small ones are whole on every rank."""

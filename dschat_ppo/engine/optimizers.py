@@ -46,7 +46,7 @@ class OptimizerKind:
         learning_rate: (flags) -> the peak rate of the parameters that it takes.
         rate_name: of that rate in the metrics.
         rate_label: of that rate in the line of a step.
-        settings_of_flags: (flags) -> (setting of DeepSpeed, flag, value) of what
+        needed_settings: (flags) -> (setting of DeepSpeed, flag, value) of what
             `--deepspeed_config` can only repeat, besides what it can in all runs.
     """
 
@@ -59,7 +59,7 @@ class OptimizerKind:
     learning_rate: Callable[[StepConfig], float | None] = no_rate
     rate_name: str = ""
     rate_label: str = ""
-    settings_of_flags: Callable[[StepConfig], list[tuple[str, str, Any]]] = no_settings
+    needed_settings: Callable[[StepConfig], list[tuple[str, str, Any]]] = no_settings
 
 
 ADAMW = OptimizerKind("adamw", ("adam", "adamw"), build_adamw, ("exp_avg", "exp_avg_sq"))

@@ -151,17 +151,13 @@ def _count_sizes(
     weights = dict(model.named_parameters())  # a tied one once
     adapted = [layer.get_base_layer().weight for layer in adapter_layers(model).values()]
     trained = [weight for weight in weights.values() if weight.requires_grad]
-    taken = dict[str, int]()
-    for optimizer in further_optimizers():
-        names = [name for name, weight in weights.items() if optimizer.takes(name, weight.shape)]
-        taken[optimizer.name] = _numbers_in(weights[name] for name in names)
     return ModelSizes(
         total=_numbers_in(weights.values()),
         layers=sum(layers),
         layer=max(layers),
         trained=_numbers_in(trained),
         adapted=_numbers_in(adapted),
-        taken=taken,
+        taken=_taken_numbers(weights),
         largest=max(weight.numel() for weight in weights.values()),
         hidden=config.get_text_config().hidden_size,
         vocabulary=vocabulary,
@@ -169,6 +165,16 @@ def _count_sizes(
         state_bytes=state_bytes,
         saved=saved_activations(backbone),
     )
+
+
+def _taken_numbers(weights: Mapping[str, Tensor]) -> dict[str, int]:
+    """Name of each optimizer of a feature -> how many numbers it trains in place of AdamW, of these
+    weights by name."""
+    taken = {}
+    for optimizer in further_optimizers():
+        names = [name for name, weight in weights.items() if optimizer.takes(name, weight.shape)]
+        taken[optimizer.name] = _numbers_in(weights[name] for name in names)
+    return taken
 
 
 def _numbers_in(tensors: Iterable[Tensor]) -> int:

@@ -19,7 +19,7 @@ from dschat_ppo.config.step_config import StepConfig, flatten
 from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.engine.build_engine import may_be_whole
 from dschat_ppo.engine.ds_config import config_of_run, eval_config
-from dschat_ppo.engine.optimizers import ADAMW, optimizer_of
+from dschat_ppo.engine.optimizers import optimizer_of
 from dschat_ppo.errors import UserError, attempt, counted, in_one_line
 from dschat_ppo.models.loading import changes_to_train
 from dschat_ppo.planner.model_parts import ModelSizes, read_model_configs, sizes_of
@@ -207,9 +207,6 @@ def roles_of(
         zero = ds_config["zero_optimization"]
         by_layer = name == "actor" and flags["unpin_actor_parameters"]
         weight_bytes = ITEMSIZE[config.run.dtype] * sizes.total
-        optimizer = ADAMW
-        if trains:
-            optimizer = optimizer_of(config)
         bits = 0
         if sizes.adapted and not shared:
             bits = config.frozen_bits
@@ -224,7 +221,7 @@ def roles_of(
             offloads_weights=zero["stage"] == 3 and offloads_part(zero, "param"),
             kept_whole=not by_layer and may_be_whole(ds_config, weight_bytes, ranks, device_memory),
             on_gpu=on_gpu,
-            optimizer=optimizer,
+            optimizer=optimizer_of(config),
             saved_itemsize=saved_itemsize(config, model),
             bits=bits,
         )
@@ -235,12 +232,13 @@ def roles_of(
 def _sizes_of_role(
     config: StepConfig, name: str, model: PretrainedConfig, on_gpu: bool
 ) -> ModelSizes:
-    """The sizes of a role's whole model, with what trains in it; `trained` is 0 for a role that
-    does not train."""
+    """The sizes of a role's whole model, with what trains in it; `trained` is 0 and `taken` empty
+    for a role that does not train."""
     is_scalar = name in ("critic", "reward") or (isinstance(config, FitConfig) and config.has_head)
     dtype = config.run.dtype
     if name not in FLAG_PREFIXES:
-        return replace(sizes_of(model, dtype, is_scalar, on_gpu=on_gpu), trained=0)
+        sizes = sizes_of(model, dtype, is_scalar, on_gpu=on_gpu)
+        return replace(sizes, trained=0, taken={})
     # quantisation does not change what is counted
     changes = changes_to_train(config, FLAG_PREFIXES[name], quantises=False)
     return sizes_of(model, dtype, is_scalar, changes, on_gpu)

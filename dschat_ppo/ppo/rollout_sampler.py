@@ -82,8 +82,7 @@ class RolloutSampler:
             logger().info(
                 "note: log-probs, KL and ratios are of the policy before truncation and penalty"
             )
-        if hybrid.division is not None:
-            hybrid.division.check(hybrid)
+        hybrid.check_division()
         with hybrid.generating() as model:
             self.config = choose_engine(
                 model,

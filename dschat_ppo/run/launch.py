@@ -31,6 +31,7 @@ from dschat_ppo.errors import (
     UserError,
     safe_text,
 )
+from dschat_ppo.features import hooks
 from dschat_ppo.run import watchdog
 from dschat_ppo.run.first_failure import (
     NO_FOLDER,
@@ -61,19 +62,25 @@ _DIVIDED = (
     "ZeRO stage 3 (--zero_stage 3; step 3: --actor_zero_stage 3 --critic_zero_stage 3),"
     " --offload_optimizer"
 )
+# flags of features with which a rollout takes less memory
+_SMALLER_ROLLOUT = [f"--{name}" for flags in hooks("flags.SMALLER_ROLLOUT") for name in flags]
 _ADVICE = {  # by phase; the cheapest flag first
     "train": f"{_SMALLER}, {_CHECKPOINTING}, {_DIVIDED}",
     "score": (
         "a smaller --micro_batch_tokens, --actor_zero_stage 3 --critic_zero_stage 3,"
         " --offload_reference_model"
     ),
-    "rollout": (
-        "--sleep_in_rollout, --inference_tp_size with several GPUs, --unpin_actor_parameters at"
-        " ZeRO stage 3, or shorter rows (--max_answer_seq_len)"
+    "rollout": ", ".join(
+        [
+            *_SMALLER_ROLLOUT,
+            *hooks("flags.ROLLOUT_ADVICE"),
+            "--unpin_actor_parameters at ZeRO stage 3",
+            "or shorter rows (--max_answer_seq_len)",
+        ]
     ),
     "load models": (
         f"{_DIVIDED}; for the actor's whole weights, which step 3 generates with,"
-        " --sleep_in_rollout or --unpin_actor_parameters"
+        f" {' or '.join([*_SMALLER_ROLLOUT, '--unpin_actor_parameters'])}"
     ),
 }
 

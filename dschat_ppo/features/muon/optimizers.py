@@ -19,7 +19,7 @@ MUON = {"momentum": 0.95, "ns_method": "standard"}
 MARK = "use_muon"  # by which DeepSpeed knows the groups of Muon
 
 
-def build(groups: Sequence[dict[str, Any]], adamw: dict[str, Any]) -> torch.optim.Optimizer:
+def build_muon(groups: Sequence[dict[str, Any]], adamw: dict[str, Any]) -> torch.optim.Optimizer:
     """Muon for the groups that have `MARK`, and AdamW with these options for the others."""
     complete_groups = []
     for group in groups:
@@ -46,7 +46,7 @@ def learning_rate(config: StepConfig) -> float | None:
     return config.of(MuonFlags).muon_learning_rate
 
 
-def settings_of_flags(config: StepConfig) -> list[tuple[str, str, Any]]:
+def needed_settings(config: StepConfig) -> list[tuple[str, str, Any]]:
     """(setting of DeepSpeed, flag, value) that a file could use to turn off Muon, or what
     `refusals` refuses."""
     settings: list[tuple[str, str, Any]] = [
@@ -67,12 +67,12 @@ def settings_of_flags(config: StepConfig) -> list[tuple[str, str, Any]]:
 OPTIMIZER = OptimizerKind(
     name="muon",
     types=("muon",),
-    build=build,
+    build=build_muon,
     takes=is_layer_matrix,
     mark=MARK,
     learning_rate=learning_rate,
     rate_name="muon_lr",
     rate_label="Muon lr",
     state_names=("momentum_buffer",),
-    settings_of_flags=settings_of_flags,
+    needed_settings=needed_settings,
 )

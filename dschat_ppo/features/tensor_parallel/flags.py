@@ -23,4 +23,5 @@ class TensorParallelFlags:
 
 FLAGS = {"ppo": TensorParallelFlags}
 THEIR_NAMES = {"inference_tp_size": "vllm_tensor_parallel_size"}
+ROLLOUT_ADVICE = "--inference_tp_size with several GPUs"
 HARMLESS = ("inference_tp_size", "tp_gather_partition_size")
