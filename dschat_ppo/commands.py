@@ -31,6 +31,7 @@ from dschat_ppo.config.flag_parser import FlagParser
 from dschat_ppo.config.run_flags import RunFlags
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError
+from dschat_ppo.features import hooks
 from dschat_ppo.run.launch import run_step
 from dschat_ppo.run.rank_log import keep_early_lines
 from dschat_ppo.run.unused_gpu import cpu_is_asked_for
@@ -62,7 +63,6 @@ def train(step: str, config: StepConfig) -> None:
         from dschat_ppo.models.model_folders import settings_only
         from dschat_ppo.planner.number_format import with_dtype
         from dschat_ppo.planner.plan_step import show_memory_plan
-        from dschat_ppo.run.output_folder import push_to_hub
         from dschat_ppo.run.process_group import let_segments_grow
         from dschat_ppo.run.session import join_ranks
     with ExitStack() as stack:
@@ -82,8 +82,10 @@ def train(step: str, config: StepConfig) -> None:
             if not config.run.dry_run:
                 stack.enter_context(reporting(Path(config.run.folder)))
         run(config)
-    if config.run.push_to_hub is not None and not config.validate_only:
-        push_to_hub(config, config.run.push_to_hub)
+    if not config.validate_only:
+        # what features do with the saved models of the run; collective
+        for end_training in hooks("runs.end_training"):
+            end_training(config)
 
 
 def _ranks_of(run: RunFlags) -> AbstractContextManager[object]:

@@ -60,7 +60,6 @@ HARMLESS = frozenset(
         "report_to",
         "run_name",
         "project",
-        "push_to_hub",
         "enable_tensorboard",
         "tensorboard_path",
         "print_answers",

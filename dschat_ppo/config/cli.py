@@ -46,7 +46,6 @@ _TRAINING_FLAGS = (
     "eval_interval",
     "save_best",
     "metric_for_best",
-    "push_to_hub",
 )
 
 

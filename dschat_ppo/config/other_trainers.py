@@ -114,7 +114,6 @@ THEIR_NAMES = {
     "save_best": "best_metric_key",
     "report_to": "use_wandb wandb_key use_tensorboard",
     "tensorboard_path": "tensorboard_dir",
-    "push_to_hub": "hub_model_id",
     # whose last words mean something else
     "offload_reference_model": "ref_offload",
     "offload_reward_model": "reward_offload",

@@ -31,13 +31,6 @@ def _check_report_to(names: list[str]) -> None:
     )
 
 
-def _check_repository(name: str) -> None:
-    require(
-        name.count("/") == 1 and all(name.split("/")),
-        f"--push_to_hub {name}: name the repository as OWNER/NAME",
-    )
-
-
 @dataclass(frozen=True)
 class RunFlags:
     """Output folder, seed, number format, optimizer and logging."""
@@ -101,12 +94,6 @@ class RunFlags:
     tensorboard_path: str = flag(
         "tensorboard",
         "TensorBoard folder; a relative path is inside --output_dir, unless it already leads there",
-    )
-    push_to_hub: str | None = flag(
-        None,
-        "OWNER/NAME of a Hugging Face repository to which the run uploads the model at its end"
-        " (step 3: the actor); a new one is private",
-        check=_check_repository,
     )
     profile: int | None = positive(
         None,

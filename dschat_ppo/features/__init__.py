@@ -21,6 +21,7 @@ FEATURES = (
     "muon",
     "process_rewards",
     "ptx",
+    "push_to_hub",
     "replay",
     "router",
     "sequence_parallel",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.step_config import StepConfig, defaults_of, flatten
 from dschat_ppo.config.supervised_config import PreferenceConfig
+from dschat_ppo.features import hooks
 
 # flags about the machine and the run, which say nothing about the model
 LEFT_OUT = (
@@ -31,7 +33,7 @@ LEFT_OUT = (
     "save_total_limit",
     "keep_final_checkpoint",
     "remote_reward_url",
-    "push_to_hub",
+    *chain.from_iterable(hooks("flags.NOT_ON_CARDS")),  # of features
 )
 
 _TAG = "dschat_ppo"

@@ -1,13 +1,11 @@
 """The output folder of a run: lock it, check what an earlier run left there, prepare it for this
 run, remove the checkpoints of a finished run, unless `--keep_final_checkpoint` is given, and keep
-models while the run trains: `hf/step_N/` every so many steps, and `best/`; upload the trained model
-to the hub (`--push_to_hub`)."""
+models while the run trains: `hf/step_N/` every so many steps, and `best/`."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-import shlex
 import socket
 import uuid
 from collections.abc import Callable, Iterator
@@ -19,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import HfApi
 
 from dschat_ppo.checkpoint.identity import differences, format_diff, lies_in_output
 from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest, checkpoint_name, damage
@@ -40,7 +37,6 @@ from dschat_ppo.common.paths import (
     CONFIG,
     HEALTH,
     METRICS,
-    MODELS,
     PPO_ROLES,
     REPORT,
     RESULT,
@@ -48,10 +44,10 @@ from dschat_ppo.common.paths import (
     STARTS,
     shown_path,
 )
-from dschat_ppo.common.phases import announce
 from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags
 from dschat_ppo.config.step_config import StepConfig, defaults_of, flatten
-from dschat_ppo.errors import StopRequested, StorageError, UserError, attempt, in_one_line, reading
+from dschat_ppo.errors import StopRequested, UserError
+from dschat_ppo.features import hooks
 from dschat_ppo.models.model_folders import is_adapter_folder, read_adapter_config
 from dschat_ppo.models.weight_headers import checkpoint_shapes
 from dschat_ppo.monitor.step_trace import FOLDER as TRACES
@@ -60,19 +56,6 @@ from dschat_ppo.monitor.writers import is_finished, write_config
 
 BEST = "best"
 HF = "hf"
-# In the folder of steps 1 and 2, what is not of the model. The tokenizer may have
-# `additional_chat_templates/`.
-_NOT_OF_THE_MODEL = (
-    "[!a]*/*",
-    "a[!d]*/*",
-    "*.jsonl",
-    CONFIG,
-    RESULT,
-    MODELS,
-    REPORT,
-    RUN_IDS,
-    ".lock",
-)
 
 
 def refuse_model_folders(folder: Path, models: list[str]) -> None:
@@ -277,8 +260,10 @@ def _message_of_a_done_run(folder: Path, config: StepConfig, saved: dict[str, An
             "but a saved model cannot be read: add --resume_force to save it again from the last"
             " checkpoint"
         )
-    if config.run.push_to_hub is not None:
-        advice += f"; to upload its model: {upload_command(config, config.run.push_to_hub)}"
+    # a feature says what it would have done at the end of the run, or ""
+    advice += "".join(
+        advice_when_done(config) for advice_when_done in hooks("runs.advice_when_done")
+    )
     return f"{folder / RESULT} is there: this run is done ({advice})"
 
 
@@ -443,57 +428,3 @@ def clear_partials(output: Path) -> None:
             sync_entries(folder.parent)
         elif folder.suffix in (OLD, PARTIAL):
             remove_folder(folder)
-
-
-def make_repository(name: str) -> None:
-    """Check, before a model is loaded, that `--push_to_hub` can upload to `name`, and make it if it
-    does not exist. On rank 0."""
-    hub = HfApi(token=True)  # else a missing token would be an answer of the server about passwords
-    with reading(
-        f"--push_to_hub {name}: no upload to {hub.endpoint} is possible; correct this, or omit the"
-        " flag"
-    ):
-        hub.create_repo(name, private=True, exist_ok=True)
-        # to make one that exists, a token that may only read is enough
-        hub.auth_check(name, write=True)
-
-
-def push_to_hub(config: StepConfig, name: str) -> None:
-    """Upload the trained model, after everything else is written. Collective: rank 0 uploads, and
-    all raise the `StorageError`."""
-    folder, ignored = _folder_to_upload(config)
-
-    def upload() -> None:
-        logger().info(f"--push_to_hub: uploading {shown_path(folder)}")
-        with attempt() as tried:  # huggingface_hub, its HTTP library or hf_xet
-            address = HfApi(token=True).upload_folder(
-                repo_id=name, folder_path=folder, ignore_patterns=list(ignored)
-            )
-        if tried.problem is not None:
-            raise StorageError(
-                f"--push_to_hub {name}: the upload failed ({in_one_line(tried.problem)}). The run"
-                f" is done and its model saved; to upload it: {upload_command(config, name)}"
-            ) from tried.problem
-        logger().info(f"--push_to_hub: uploaded to {address}")
-
-    announce("upload")
-    with watchdog_paused():  # on the ranks that wait too
-        dist.on_main(upload)
-
-
-def upload_command(config: StepConfig, name: str) -> str:
-    """What uploads the trained model again, for a shell."""
-    folder, ignored = _folder_to_upload(config)
-    words = ["hf", "upload", "--private", name, shown_path(folder)]
-    for pattern in ignored:
-        words += ["--exclude", pattern]
-    return shlex.join(words)
-
-
-def _folder_to_upload(config: StepConfig) -> tuple[Path, tuple[str, ...]]:
-    """The folder in which the run saves its model, and patterns of the files there that are not the
-    model's."""
-    folder = Path(config.run.folder)
-    if config.kind == "ppo":
-        return (folder / "actor", ())
-    return (folder, _NOT_OF_THE_MODEL)

@@ -38,7 +38,6 @@ from dschat_ppo.run.output_folder import (
     check_earlier_outputs,
     check_shared_folder,
     lock_folder,
-    make_repository,
     prepare_output_folder,
     refuse_model_folders,
     writing,
@@ -114,9 +113,9 @@ def begin_run(
         dist.on_main(check_folder)
         if not config.validate_only:
             dist.on_main(lambda: require_trackers(run.trackers))
-            repository = run.push_to_hub
-            if repository is not None:
-                dist.on_main(lambda: make_repository(repository))
+            # checks of features, outside of this machine too; collective
+            for begin_training in hooks("runs.begin_training"):
+                begin_training(config)
         seed_everything(run.seed)
         _check_dtype(run.dtype)
     return dist.device(), folder

@@ -267,7 +267,6 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ("ppo", "--temperature 0", "above 0; --top_k 1"),
     ("sft", "--max_steps -1", "0 = --num_train_epochs"),
     ("ppo", "--eval_interval -1 --eval_data_path e", "0 = "),
-    ("sft", "--push_to_hub model", "--push_to_hub model: name the repository as OWNER/NAME"),
     (
         "sft",
         "--report_to tensorboard,wand",
@@ -317,7 +316,7 @@ RANGES = {
 WRONG_EVERYWHERE = """
     dtype=bfloat16 data_split=2,4 data_split=0,0,0 prompt_column= label_column= better_column=a,
     role_names=a=b answer_pattern=( answer_pattern=a input_template=a chat_template_kwargs=[1]
-    chat_template_kwargs={ push_to_hub=model report_to=none,wandb collective_timeout=0.5
+    chat_template_kwargs={ report_to=none,wandb collective_timeout=0.5
     health=no_rule health=window=x seed=-1 bad_rows=all data_path= max_steps=x
 """
 WRONG = {
@@ -473,11 +472,8 @@ WITHOUT_EFFECT = [  # step, what is given, the flags without effect
     *[
         (
             step,
-            (
-                "--report_to tensorboard --profile 2 --stop_on_health error --push_to_hub me/model"
-                f" {VALIDATE}"
-            ),
-            "report_to profile stop_on_health push_to_hub",
+            f"--report_to tensorboard --profile 2 --stop_on_health error {VALIDATE}",
+            "report_to profile stop_on_health",
         )
         for step in NEEDED
     ],

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import time
@@ -15,18 +14,12 @@ from pathlib import Path
 
 import pytest
 from checkpoints import config_of, save_checkpoint
-from huggingface_hub import HfApi
-from huggingface_hub.utils import filter_repo_objects
 
-from dschat_ppo.commands import run_training
 from dschat_ppo.common import dist
-from dschat_ppo.common.heartbeat import watchdog_is_paused
-from dschat_ppo.config.cli import parse
 from dschat_ppo.config.step_config import flatten
 from dschat_ppo.errors import NonFiniteError, StopRequested, UserError
 from dschat_ppo.monitor.writers import write_config
-from dschat_ppo.planner import plan_step
-from dschat_ppo.run import output_folder, session
+from dschat_ppo.run import output_folder
 from dschat_ppo.run.output_folder import (
     KeptModels,
     check_earlier_outputs,
@@ -34,11 +27,9 @@ from dschat_ppo.run.output_folder import (
     clear_partials,
     lock_folder,
     prepare_output_folder,
-    push_to_hub,
     refuse_model_folders,
     remove_checkpoints,
 )
-from dschat_ppo.supervised import sft
 
 
 def release_locks():
@@ -219,11 +210,6 @@ EARLIER = [
     ("model-00001-of-00002.safetensors", [], "refused: .*no readable config.yaml"),
     (FINISHED, [], "done: .*this run is done .to train longer, start another run from its model"),
     (FINISHED, ["--zero_stage", "3"], "done: "),
-    (
-        FINISHED,
-        ["--push_to_hub", "me/model"],
-        "done: .*; to upload its model: hf upload --private me/model /",
-    ),
     (
         FINISHED,
         LONGER,
@@ -428,63 +414,3 @@ def test_a_failure_keeps_the_folder_as_it_was_and_is_cleared_at_the_next_start(t
     (tmp_path / "hf/mine.partial").write_text("")  # not of a run
     clear_partials(tmp_path)
     assert files(tmp_path) == ["best/a", "hf/mine.partial", "hf/step_000001/c", "hf/step_000002/e"]
-
-
-OF_THE_MODEL = [
-    "README.md",
-    "additional_chat_templates/a.jinja",
-    "config.json",
-    "model.safetensors",
-]
-OF_A_STEP = [
-    ".lock",
-    "best/a.json",
-    "config.yaml",
-    "metrics.1.jsonl",
-    "models.json",
-    "result.json",
-    "trackers.json",
-]
-
-
-def test_a_run_uploads_its_model_alone_or_says_how_to(tmp_path, monkeypatch, capsys):
-    uploaded = []
-
-    def upload(api, repo_id, folder_path, ignore_patterns):
-        assert watchdog_is_paused() and api.token is True
-        uploaded.append((repo_id, folder_path, ignore_patterns))
-        if len(uploaded) > 2:
-            raise RuntimeError("the hub is full")
-
-    monkeypatch.setattr(HfApi, "upload_folder", upload)
-    monkeypatch.setattr(session, "join_ranks", lambda config: None)
-    monkeypatch.setattr(plan_step, "show_memory_plan", lambda config: None)
-    monkeypatch.setattr(
-        sft, "train_sft", lambda config: writer_of(*OF_THE_MODEL, *OF_A_STEP)(tmp_path)
-    )
-    words = (
-        f"--data_path d --output_dir {tmp_path} --push_to_hub me/model --model_name_or_path m"
-    ).split()
-    assert (
-        run_training("sft", [*words, "--validate_only", "--eval_data_path", "e"]) == 0
-        and not uploaded
-    )
-    assert run_training("sft", words) == 0
-    ppo = (
-        f"--data_path d --output_dir {tmp_path} --actor_model_name_or_path a"
-        " --critic_model_name_or_path c"
-    )
-    push_to_hub(parse("ppo", ppo.split()), "me/actor")
-    assert run_training("sft", words) == 4
-    reason, command = capsys.readouterr().err.split(
-        f"to upload it: hf upload --private me/model {tmp_path} --exclude "
-    )
-    others = shlex.split(command)[::2]
-    assert uploaded == [
-        ("me/model", tmp_path, others),
-        ("me/actor", tmp_path / "actor", []),
-        uploaded[0],
-    ]
-    assert [
-        *filter_repo_objects(files(tmp_path), ignore_patterns=others)
-    ] == OF_THE_MODEL and "hub is full" in reason

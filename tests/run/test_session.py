@@ -6,7 +6,6 @@ from itertools import count
 
 import pytest
 from deepspeed.accelerator import get_accelerator
-from huggingface_hub import HfApi, constants
 from stub_runs import Trainer, open_run, run, steps_of, train
 
 from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest
@@ -304,27 +303,3 @@ def test_the_folder_is_locked_before_anything_is_written_and_compared_once_the_f
     assert events == (
         ["flags"] if dry_run else [*joined, "check_earlier_outputs", "seed_everything"]
     )
-
-
-@pytest.mark.parametrize(
-    ("name", "token", "reason"),
-    [
-        ("me/a--b", "t", "Cannot have --"),
-        ("me/model", "", "Token is required"),
-        ("me/model", "t", "offline mode is ena"),
-    ],
-)
-def test_a_run_ends_early_if_no_model_can_be_uploaded_there(
-    events, tmp_path, monkeypatch, name, token, reason
-):
-    monkeypatch.setenv("HF_TOKEN", token)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
-    config, asked = config_of(tmp_path, "--push_to_hub", name), []
-    with pytest.raises(
-        UserError, match=f"--push_to_hub {name}: no upload to http[^ ]* is possible.*: .*{reason}"
-    ):
-        session.begin_run(config)
-    for method in ("create_repo", "auth_check"):
-        monkeypatch.setattr(HfApi, method, lambda api, name, **flags: asked.append((name, flags)))
-    session.begin_run(config)
-    assert asked == [(name, {"private": True, "exist_ok": True}), (name, {"write": True})]
