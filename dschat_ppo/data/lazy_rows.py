@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from datasets import Dataset
 
@@ -31,7 +31,7 @@ class LazyRows(Protocol):
         """Read on from a saved position; None: from the start."""
 
 
-TrainingRows = Dataset | LazyRows
+TrainingRows: TypeAlias = Dataset | LazyRows
 
 
 def rows_at_hand(rows: TrainingRows) -> Dataset:
