@@ -39,33 +39,56 @@ def copied(folder: Path, without: str | None) -> Path:
     return tree
 
 
+class Worker:
+    """`workers/without_features.py`, and the folder of its trees."""
+
+    def __init__(self, assets: Path, folder: Path):
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment["OMP_NUM_THREADS"] = "1"
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests/workers/without_features.py"), str(assets)],
+            env=environment,
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def result(self, without: str | None) -> dict:
+        """What a default run and the loop's tests give in a tree without this feature."""
+        tree = copied(self.folder, without)
+        print(tree, file=self.process.stdin, flush=True)
+        for line in self.process.stdout:
+            if line.startswith('{"tree"'):  # libraries print lines of their own
+                shutil.rmtree(tree)
+                return json.loads(line)
+        raise AssertionError(f"the worker has ended with {self.process.wait()}")
+
+
 @pytest.fixture(scope="module")
-def results(assets, tmp_path_factory) -> dict[str, dict]:
-    """What `workers/without_features.py` finds in the whole tree and without each feature."""
-    folder = tmp_path_factory.mktemp("trees")
-    names = [None, *(name for name in FEATURES if name not in NOT_YET)]
-    trees = [copied(folder, name) for name in names]
-    command = [sys.executable, str(ROOT / "tests/workers/without_features.py"), str(assets), *trees]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment["OMP_NUM_THREADS"] = "1"
-    ended = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    # libraries print lines of their own
-    printed = [line for line in ended.stdout.splitlines() if line.startswith('{"tree"')]
-    tree_results = map(json.loads, printed)
-    return {Path(result["tree"]).name: result for result in tree_results}
+def worker(assets, tmp_path_factory):
+    made = Worker(assets, tmp_path_factory.mktemp("trees"))
+    yield made
+    made.process.kill()
+    made.process.wait()
+
+
+@pytest.fixture(scope="module")
+def whole(worker) -> dict:
+    return worker.result(None)
 
 
 def test_a_feature_that_cannot_be_deleted_yet_is_a_feature():
     assert set(NOT_YET) <= set(FEATURES)
 
 
-def test_the_loops_tests_pass_in_a_copy(results):
-    assert results["whole"]["tests"] == 0, results["whole"]["said"]
+def test_the_loops_tests_pass_in_a_copy(whole):
+    assert whole["tests"] == 0, whole["said"]
 
 
 @pytest.mark.parametrize("feature", [name for name in FEATURES if name not in NOT_YET])
-def test_the_rest_works_without_it(results, feature):
-    result = results[feature]
-    assert result["digest"] == results["whole"]["digest"], result["said"]
+def test_the_rest_works_without_it(worker, whole, feature):
+    result = worker.result(feature)
+    assert result["digest"] == whole["digest"], result["said"]
     assert result["tests"] == 0, result["said"]

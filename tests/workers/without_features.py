@@ -1,8 +1,9 @@
 """Runs copies of the tree, each without some features, in processes that have imported the
 libraries already.
 
-without_features.py ASSETS TREE...   prints for each tree a line of JSON: its path, the digest of
-    what a default run of step 3 leaves, and the exit code and the last words of the loop's tests
+without_features.py ASSETS   reads the path of a tree from each line of its input, and answers with
+    a line of JSON: the digest of what a default run of step 3 leaves, and the exit code and the
+    last words of the loop's tests
 """
 
 import hashlib
@@ -100,8 +101,9 @@ def digest(output: Path) -> str:
 
 
 def main() -> None:
-    assets, *trees = map(Path, sys.argv[1:])
-    for tree in trees:
+    assets = Path(sys.argv[1])
+    for line in sys.stdin:
+        tree = Path(line.strip())
         with tempfile.TemporaryDirectory() as folder:
             said = Path(folder) / "said"
             output = Path(folder) / "output"
