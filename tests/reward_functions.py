@@ -127,6 +127,38 @@ def wrong_length(responses):
     return [1.0, 2.0] if responses == ["two"] else [len(responses[0])]
 
 
+class Ranking:
+    """Ranks each group by length: 0 for the shortest, 1 for the longest. The first call fails."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, responses, groups):
+        self.calls += 1
+        if self.calls == 1 or "raise" in responses:
+            raise RuntimeError(f"call {self.calls}")
+        scores = []
+        for response, group in zip(responses, groups, strict=True):
+            rivals = [text for text, other in zip(responses, groups, strict=True) if other == group]
+            shorter = sum(len(rival) < len(response) for rival in rivals)
+            scores.append(shorter / (len(rivals) - 1))
+        return scores
+
+
+ranking = Ranking()
+
+
+def one_short(responses, num_generations):
+    """A score too few for a group with the response `short`, and for a batch of several groups."""
+    if "short" in responses or len(responses) > num_generations:
+        return [1.0] * (len(responses) - 1)
+    return [float(num_generations)] * len(responses)
+
+
+def ranks_one(response, groups):
+    return 1.0
+
+
 def waits(response):
     time.sleep(0.3)
     return 1.0

@@ -61,6 +61,7 @@ class RewardRequests:
         samples = len(rollout.response_ids) // len(indices)
         data: list[dict[str, Any]] = [json.loads(self.prompts[index]["row"]) for index in indices]
         rows = [row for row in data for _ in range(samples)]
+        groups = [number for number in range(len(data)) for _ in range(samples)]
 
         def decode() -> tuple[list[str], list[ResponseText]]:
             mask = rollout.prompt_mask
@@ -74,7 +75,7 @@ class RewardRequests:
                     return prompts, extension.texts(rollout, rows)
             return prompts, response_texts(self.tokenizer, rollout)
 
-        return RewardRequest(rows, decode, steps_done)
+        return RewardRequest(rows, groups, decode, steps_done)
 
     def shown_prompts(self, rollout: Rollout, count: int) -> list[str]:
         """The `count` prompts of a rollout, without special tokens."""

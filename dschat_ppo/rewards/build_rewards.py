@@ -37,7 +37,10 @@ def check_sources(flags: RewardSourceFlags) -> list[CheckedFunction]:
         function.close()
         functions.append((spec, function.signature))
         if spec.rule is None:
-            logger().info(f"{spec}: {function.signature.call.description}")
+            description = function.signature.call.description
+            if function.signature.knows_groups:
+                description += ", with whole groups"
+            logger().info(f"{spec}: {description}")
     check_sandbox(flags, specs)
     return functions
 

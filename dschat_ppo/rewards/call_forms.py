@@ -39,6 +39,7 @@ class ResponseText:
         return cls(text, text, "", text, [{"role": "model", "text": text}])
 
 
+GROUP_ARGUMENTS = ("groups", "num_generations")  # mark a group function, in each batch form
 TEXTS = ("final", "spoken", "thoughts", "episode")  # values of the setting `text`
 _READABLE = (*TEXTS, "turns")  # arguments of these names, if no column has the name
 
@@ -53,6 +54,7 @@ class ResponseToScore:
     row: dict[str, Any]
     texts: ResponseText
     is_text: bool = False  # the function asked for a text, in place of messages
+    group: int = 0  # equal for the responses to one prompt of the request
     token_ids: list[int] = field(default_factory=list)
 
 
@@ -193,6 +195,11 @@ class Signature:
         return name in self.takes or (self.any and name not in (*ADDED, *self.call.hidden))
 
     @property
+    def knows_groups(self) -> bool:
+        """Whether a call must hold whole groups."""
+        return any(name in self.takes for name in GROUP_ARGUMENTS)
+
+    @property
     def takes_token_ids(self) -> bool:
         """Whether the function receives the token ids of the responses."""
         return any(self.wants(name) for name, text in self.call.texts.items() if text is TOKEN_IDS)
@@ -235,6 +242,14 @@ def signature_of(function: Callable[..., Any], settings: dict[str, str]) -> Sign
     form = call_form_of(defaults)
     takes_any = len(defaults) < len(parameters)
     call_form = CALL_FORMS[form]
+    group_arguments = [name for name in GROUP_ARGUMENTS if name in defaults]
+    if call_form.per_row and group_arguments:
+        [mark] = call_form.marks
+        raise TypeError(
+            f"its argument '{group_arguments[0]}' is for functions that compare the responses to a"
+            f" prompt, but with '{mark}' it gets one response at a time: take the list '{mark}s' in"
+            " its place, or rename the argument"
+        )
     text = None
     if "text" in settings and "text" not in defaults:
         text = settings["text"]
@@ -242,6 +257,7 @@ def signature_of(function: Callable[..., Any], settings: dict[str, str]) -> Sign
         if text not in TEXTS:
             raise ValueError(f"its setting text must be one of {', '.join(TEXTS)}, not '{text}'")
     filled = {*_NO_SETTINGS, *call_form.texts, *call_form.columns, *call_form.of_call}
+    filled |= set(group_arguments)
     for name in settings:
         if name in filled or (name not in defaults and not takes_any):
             raise TypeError(f"it has no setting '{name}'; its arguments are {', '.join(defaults)}")
@@ -272,8 +288,9 @@ def call_arguments(
     signature: Signature, responses: Sequence[ResponseToScore], columns: Iterable[str], step: int
 ) -> dict[str, Any]:
     """Keyword arguments of a call for some responses: lists for a batch function, single values for
-    a per-row function. Settings precede texts, and texts columns. What a row, or an argument
-    without a default, lacks is None. `columns`: of all responses that the function scores."""
+    a per-row function. Settings precede texts and groups, and these columns. What a row, or an
+    argument without a default, lacks is None. `columns`: of all responses that the function scores.
+    """
     form = signature.call
     sources = dict[str, str]()  # argument -> column
     for name in columns:
@@ -302,14 +319,23 @@ def call_arguments(
         arguments = {name: value[0] for name, value in values.items()}
     if "trainer_state" in form.of_call and signature.wants("trainer_state"):
         arguments["trainer_state"] = SimpleNamespace(global_step=step)
-    return arguments | signature.settings
+    return arguments | _group_arguments(signature, responses) | signature.settings
+
+
+def _group_arguments(
+    signature: Signature, responses: Sequence[ResponseToScore]
+) -> dict[str, list[int] | int]:
+    """Those of `GROUP_ARGUMENTS` that the function takes."""
+    groups = [response.group for response in responses]
+    values = {"groups": groups, "num_generations": len(groups) // len(set(groups))}
+    return {name: value for name, value in values.items() if name in signature.takes}
 
 
 def missing_columns(signature: Signature, columns: Iterable[str]) -> set[str]:
     """Columns for arguments without a default that no row has, and that are neither texts nor
     settings."""
     form = signature.call
-    filled = {*form.texts, *form.of_call, *_READABLE, *signature.settings}
+    filled = {*form.texts, *form.of_call, *GROUP_ARGUMENTS, *_READABLE, *signature.settings}
     needed = {form.columns.get(name, name) for name in signature.needs if name not in filled}
     return needed - set(columns)
 

@@ -8,6 +8,8 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from urllib.parse import parse_qsl
 
 import torch
@@ -203,9 +205,9 @@ class FunctionReward:
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
         """(B,) fp32 on the CPU; NaN where the function returned None, its route names other data
         sources, or it `failed`: its call raised, timed out, crashed its process, or returned no
-        finite fp32 number. A failed call for the whole batch is repeated row by row: at most
-        `(1 + ceil(B / workers)) * timeout`, plus one start of a worker for each call that has to be
-        killed."""
+        finite fp32 number. A failed call for the whole batch is repeated row by row, or group by
+        group if the function knows its groups: at most `(1 + ceil(B / workers)) * timeout`, plus
+        one start of a worker for each call that has to be killed."""
         rows = [
             index for index, row in enumerate(request.rows) if is_routed_to(self.spec.sources, row)
         ]
@@ -257,6 +259,7 @@ class FunctionReward:
             row=row,
             texts=texts,
             is_text=self.signature.text is not None,
+            group=request.groups[row_index],
             token_ids=ids,
         )
 
@@ -277,7 +280,13 @@ class FunctionReward:
     def _results(
         self, responses: list[ResponseToScore], columns: list[str], step: int
     ) -> list[Returned]:
-        """The result for each response: of one call for all, or else of one call for each."""
+        """The result for each response: of one call for all, or else of one call for each, or for
+        each group if the function knows its groups."""
+        unit = "row"
+        units = [[response] for response in responses]
+        if self.signature.knows_groups:
+            unit = "group"
+            units = [list(group) for _, group in groupby(responses, key=attrgetter("group"))]
         if not self.signature.call.per_row and len(responses) > 1:
             [reply] = self.pool.map([call_arguments(self.signature, responses, columns, step)])
             if not isinstance(reply, CallError) and len(reply) == len(responses):
@@ -287,19 +296,19 @@ class FunctionReward:
             else:
                 cause = f"returned {len(reply)} scores"
             self._warn(
-                f"a call for {len(responses)} rows failed ({cause}); it is repeated row by row"
+                f"a call for {len(responses)} rows failed ({cause}); it is repeated {unit} by"
+                f" {unit}"
             )
-        calls = [
-            call_arguments(self.signature, [response], columns, step) for response in responses
-        ]
+        calls = [call_arguments(self.signature, rows, columns, step) for rows in units]
         results = []
-        for reply in self.pool.map(calls):
+        for rows, reply in zip(units, self.pool.map(calls), strict=True):
             if isinstance(reply, CallError):
-                results.append(Returned(str(reply), {}))
-            elif len(reply) != 1:
-                results.append(Returned(f"returned {len(reply)} scores for one row", {}))
+                results += [Returned(str(reply), {})] * len(rows)
+            elif len(reply) != len(rows):
+                cause = f"returned {len(reply)} scores for one {unit}"
+                results += [Returned(cause, {})] * len(rows)
             else:
-                results.append(Returned(*reply[0]))
+                results += [Returned(*row) for row in reply]
         return results
 
     def _warn(self, text: str) -> None:

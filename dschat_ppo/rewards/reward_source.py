@@ -31,20 +31,29 @@ TAKEN = ("equal_groups", "clipped", "score", "total")
 @dataclass(frozen=True)
 class RewardRequest:
     """B responses to score. `rows`: for each the row of the data set that its prompt comes from,
-    with all columns. `decode` gives texts once a source reads them: of prompts, and of responses
+    with all columns. `groups`: equal for the responses to one prompt, of which there are equally
+    many to each. `decode` gives texts once a source reads them: of prompts, and of responses
     without special tokens. `step`: finished PPO steps."""
 
     rows: list[dict[str, Any]]
+    groups: list[int]
     decode: Callable[[], tuple[list[str], list[ResponseText]]]
     step: int = 0
 
     @classmethod
     def of(
-        cls, prompts: list[str], responses: list[str], rows: list[dict[str, Any]], step: int = 0
+        cls,
+        prompts: list[str],
+        responses: list[str],
+        rows: list[dict[str, Any]],
+        step: int = 0,
+        samples: int = 1,
     ) -> RewardRequest:
-        """A request whose texts are known, for responses of one turn without thoughts."""
+        """A request whose texts are known, for responses of one turn without thoughts, `samples` to
+        a prompt."""
         texts = [ResponseText.of(response) for response in responses]
-        return cls(rows, lambda: (prompts, texts), step)
+        groups = [index // samples for index in range(len(rows))]
+        return cls(rows, groups, lambda: (prompts, texts), step)
 
     @cached_property
     def _texts(self) -> tuple[list[str], list[ResponseText]]:
@@ -73,7 +82,8 @@ class RewardRequest:
         prompts = [self.prompts[index] for index in indices]
         texts = [self.texts[index] for index in indices]
         rows = [self.rows[index] for index in indices]
-        return RewardRequest(rows, lambda: (prompts, texts), self.step)
+        groups = [self.groups[index] for index in indices]
+        return RewardRequest(rows, groups, lambda: (prompts, texts), self.step)
 
 
 class RewardSource(Protocol):

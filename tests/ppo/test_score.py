@@ -257,6 +257,10 @@ def test_prompts_lose_the_actors_bos_and_keep_other_marks():
     assert [row["answer"] for row in scorer.request(rollout, [1], 0).rows] == [1, 1], (
         "two answers to one prompt"
     )
+    assert scorer.request(rollout, [1], 0).groups == [0, 0]
+    # rows are groups of their own, also with equal texts, also if a row is drawn twice
+    assert scorer.request(rollout, [2, 0], 0).groups == [0, 1]
+    assert scorer.request(rollout, [2, 2], 0).groups == [0, 1]
 
 
 def test_the_token_that_ended_a_response_is_no_text_of_it():

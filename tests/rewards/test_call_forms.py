@@ -3,6 +3,7 @@ for TRL, verl and OpenRLHF run as they are."""
 
 import math
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from dschat_ppo.rewards.call_forms import (
     call_form_of,
     missing_columns,
     returned_rows,
+    signature_of,
 )
 from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec
 from dschat_ppo.rewards.reward_source import RewardRequest
@@ -316,6 +318,35 @@ def test_what_a_function_receives(wanted, rows, expected):
     assert found == expected
     assert (state is not None and state.global_step == 4) is (wanted.form == "trl" and wanted.any)
     assert wanted.takes_token_ids is (wanted.form == "trl")
+
+
+@pytest.mark.parametrize("mark", ["responses", "completions", "solution_strs", "queries"])
+def test_groups_reach_batch_functions_that_name_them(mark):
+    answers = [replace(ANSWERS[1], group=group, row={"groups": "a"}) for group in (4, 4, 6, 6)]
+    named = signature(call_form_of([mark]), f"{mark} groups num_generations", any_=True)
+    assert named.knows_groups and missing_columns(named, ()) == set()
+    found = call_arguments(named, answers, ["groups"], 0)
+    assert (found["groups"], found["num_generations"]) == ([4, 4, 6, 6], 2)
+    others = signature(named.form, mark, any_=True)
+    found = call_arguments(others, answers, ["groups"], 0)
+    assert not others.knows_groups and "num_generations" not in found
+    assert found.get("groups", ["a"] * 4) == ["a"] * 4  # the column, or nothing
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda response, groups: 0, "'groups' is .*: take the list 'responses' in its place"),
+        (
+            lambda solution_str, num_generations=8: 0,
+            "'num_generations' is .*: take the list 'solution_strs' in its place",
+        ),
+        (lambda responses, num_generations=8: 0, "it has no setting 'num_generations'"),
+    ],
+)
+def test_groups_that_a_function_cannot_have(function, message):
+    with pytest.raises(TypeError, match=message):
+        signature_of(function, {"num_generations": "4"})
 
 
 EPISODE = ResponseText(

@@ -127,6 +127,36 @@ def test_a_list_of_another_length():
     assert ask("wrong_length", of_responses("abc", "two", "a")) == ([3, -9, 1], 1)
 
 
+def in_groups_of(samples, *responses) -> RewardRequest:
+    """Every prompt has the same text."""
+    rows = [{"groups": "a column"} for _ in responses]
+    return RewardRequest.of(["same"] * len(rows), list(responses), rows, samples=samples)
+
+
+@pytest.mark.parametrize(
+    ("name", "request_", "scores"),
+    [
+        # of one group each it would be [0, 1/5, 2/5, 3/5, 4/5, 1]
+        ("ranking", in_groups_of(3, "a", "bb", "ccc", "dddd", "eeeee", "f" * 6), [0, 0.5, 1] * 2),
+        ("ranking", in_groups_of(3, "bb", "ccc", "a"), [0.5, 1, 0]),  # also a single group again
+        # a group that fails again has no score
+        ("ranking", in_groups_of(2, "a", "raise", "ccc", "bb"), [-9, -9, 1, 0]),
+        ("one_short", in_groups_of(2, "a", "short", "ccc", "bb"), [-9, -9, 2, 2]),
+    ],
+)
+def test_a_failed_call_of_a_group_function_is_repeated_group_by_group(
+    name, request_, scores, capsys
+):
+    assert ask(name, request_, workers=1) == (scores, scores.count(-9))
+    assert "it is repeated group by group" in capsys.readouterr().out
+
+
+def test_a_function_of_single_responses_knows_no_groups():
+    message = "ranks_one: cannot be used: .*'groups' is for .*: take the list 'responses' in its"
+    with pytest.raises(UserError, match=message):
+        FunctionReward(FunctionSpec(FILE, "ranks_one"), 1, 10.0)
+
+
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
@@ -228,7 +258,7 @@ def test_a_rule_reads_the_correct_answer_and_not_the_column_that_holds_it():
 def test_rules_of_answers_read_what_follows_the_thoughts(spec, score):
     spoken = "<think>42</think>None."
     text = ResponseText(spoken, "None.", "42", spoken, [])
-    request = RewardRequest([{"answer": "42"}], lambda: ([""], [text]))
+    request = RewardRequest([{"answer": "42"}], [0], lambda: ([""], [text]))
     reward = FunctionReward(parse_function(spec), 1, 10.0)
     assert reward(request, None).tolist() == [score]
     reward.close()
