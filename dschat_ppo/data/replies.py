@@ -1,7 +1,7 @@
 """The text of one message of the assistant, divided into its thoughts and what follows them.
 
-All that reads a reply as a whole (tools, environments, rewards, chat, evaluation) reads what
-follows the thoughts. Special tokens must be in the text: those of some models are the marks.
+All that reads a reply as a whole (tools, rewards, chat, evaluation) reads what follows the
+thoughts. Special tokens must be in the text: those of some models are the marks.
 
 Thoughts stand at the beginning, as other programs read them too (vLLM, SGLang):
 

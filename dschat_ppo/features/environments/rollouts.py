@@ -45,7 +45,7 @@ def start_extension(
 
 
 def extension_of(episodes: EpisodeRollouts) -> RolloutExtension:
-    """The episodes as a part of a run."""
+    """What the episodes are in the rollouts of a run: they take the place of the model's own."""
 
     def wrap(sample: SampleRollout, generate: Generate) -> SampleRollout:
         return partial(_play, episodes, generate)
