@@ -35,7 +35,7 @@ from dschat_ppo.config.step_config import POLYNOMIAL_END, StepConfig
 from dschat_ppo.engine.ds_config import PERSISTENT_ELEMENTS, Config, eval_config
 from dschat_ppo.engine.optimizers import ADAMW, OptimizerKind, optimizer_of
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.adapters import is_adapter_parameter
+from dschat_ppo.models.adapters.layers import is_adapter_parameter
 from dschat_ppo.models.loading import ModelChanges, load_causal_lm
 from dschat_ppo.models.state_layers import state_layers
 from dschat_ppo.models.wrapped_models import PolicyModel

@@ -22,9 +22,9 @@ from dschat_ppo.engine.build_engine import (
 )
 from dschat_ppo.engine.ds_config import Config, config_of_run, eval_config
 from dschat_ppo.engine.hybrid_engine import HybridEngine, Merge
-from dschat_ppo.engine.shared_base import classifier_over_base, model_over_base
 from dschat_ppo.features import hooks
-from dschat_ppo.models.adapter_merging import adapters_merged
+from dschat_ppo.models.adapters.merging import adapters_merged
+from dschat_ppo.models.adapters.shared_base import classifier_over_base, model_over_base
 from dschat_ppo.models.kernel_selection import apply_memory_flags, select_kernels
 from dschat_ppo.models.loading import (
     ModelChanges,

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.model_folders import SCORE
 
+LM_HEADS = ("lm_head.", "embed_out.")  # of language models; classifiers do not have them
 # BERT and similar models are decoders only if their configuration says so; else every token sees
 # every other.
 ENCODERS_UNLESS_DECODER = frozenset(

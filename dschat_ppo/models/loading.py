@@ -28,16 +28,9 @@ from dschat_ppo.common.logging import log_once, logger
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError, reading
-from dschat_ppo.models.adapter_merging import load_merged
-from dschat_ppo.models.adapters import (
-    AdapterSettings,
-    adapter_layers,
-    adapter_settings,
-    add_adapter,
-    ignored_flags,
-    quantising_options,
-    zero3_announced,
-)
+from dschat_ppo.models.adapters.adding import adapt, check_adapter, report_adapter, saves_head
+from dschat_ppo.models.adapters.layers import quantising_options, zero3_announced
+from dschat_ppo.models.adapters.settings import AdapterSettings, adapter_settings
 from dschat_ppo.models.architectures import (
     DROPOUTS,
     SKIPPED_LAYERS,
@@ -48,14 +41,7 @@ from dschat_ppo.models.architectures import (
     first_position,
     lm_head_names,
 )
-from dschat_ppo.models.model_folders import (
-    SCORE,
-    base_folder,
-    check_settings,
-    is_adapter_folder,
-    saves_head,
-    without_code,
-)
+from dschat_ppo.models.model_folders import SCORE, base_folder, check_settings, without_code
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.vocabulary import grow_vocabulary
 from dschat_ppo.models.weight_comparison import check_weights
@@ -312,8 +298,8 @@ def _load(
                 f"model: {folder} has rows for {rows} tokens; adding {tokens - rows}"
                 " (--resize_vocabulary)"
             )
-    _adapt(model, folder, changes.adapter)
-    _report_adapter(model, folder, changes.adapter)
+    adapt(model, folder, changes.adapter)
+    report_adapter(model, folder, changes.adapter)
     return model
 
 
@@ -336,51 +322,3 @@ def _deepspeed_chat_mapping(folder: str, kind: type[PreTrainedModel]) -> dict[st
     if not any(name.startswith("v_head.") for name in checkpoint_shapes(folder)):
         return {}
     return {r"^rwtransformer\.": f"{kind.base_model_prefix}.", r"^v_head\.": f"{SCORE}."}
-
-
-def check_adapter(
-    build: Callable[[], PreTrainedModel], folder: str, adapter: AdapterSettings | None
-) -> None:
-    """Do what `_adapt` does to the model that `build` makes, without weights."""
-    if adapter is not None or is_adapter_folder(folder):
-        with torch.device("meta"):
-            model = build()
-        _adapt(model, folder, adapter)
-
-
-def _adapt(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None) -> None:
-    """Give `model`, loaded from the base of `folder`, an `adapter`: that of an adapter folder, to
-    train it further, or a new one. None: that of an adapter folder is merged."""
-    if adapter is None:
-        if is_adapter_folder(folder):
-            load_merged(model, folder)
-        return
-    continued_folder = None
-    if is_adapter_folder(folder):
-        continued_folder = folder
-    add_adapter(model, adapter, folder=continued_folder)
-
-
-def _report_adapter(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None) -> None:
-    """Log what `_adapt` has done."""
-    if is_adapter_folder(folder):
-        use = "is merged into its base model"
-        if adapter is not None:
-            use = "is trained further with its layers and scale"
-            flags = ignored_flags(folder, adapter)
-            if flags:
-                use += f"; {', '.join(flags)} without effect"
-        logger().info(f"model: the adapter in {folder} {use}")
-    if adapter is not None:
-        trained = 0
-        total = 0
-        for weight in model.parameters():
-            size = getattr(weight, "ds_numel", weight.numel())
-            total += size
-            if weight.requires_grad:
-                trained += size
-        layers = len(adapter_layers(model))
-        logger().info(
-            f"LoRA: rank {adapter.rank} in {layers} layers; {trained:,} of {total:,} parameters are"
-            " trained"
-        )

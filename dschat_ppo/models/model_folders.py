@@ -13,7 +13,6 @@ from __future__ import annotations
 import fnmatch
 import json
 import logging
-import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -23,19 +22,12 @@ from typing import Any
 
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-from safetensors.torch import load_file
-from torch import Tensor
 from transformers import PretrainedConfig
 
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import log_once
 from dschat_ppo.errors import UserError, in_one_line, nearest_path, reading
-from dschat_ppo.models.weight_headers import (
-    WeightHeader,
-    format_of,
-    load_pickled,
-    require_floating_point,
-)
+from dschat_ppo.models.adapters.folders import ADAPTER_CONFIG, read_adapter_config
 
 SCORE = "score"  # name of the scalar head in the classifiers of decoders
 KERNELS = ("attn_implementation", "experts_implementation")
@@ -166,45 +158,6 @@ def files_key(folder: str) -> tuple[Any, ...]:
     return folder, *entries
 
 
-ADAPTER = "default"  # peft's name of a model's only adapter
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_OLD_WEIGHTS = "adapter_model.bin"
-# Settings of an adapter that this project reads, and those that say only how it began or was
-# written.
-_USED = {
-    "alpha_pattern",
-    "base_model_name_or_path",
-    "bias",
-    "exclude_modules",
-    "fan_in_fan_out",
-    "init_lora_weights",
-    "layers_pattern",
-    "layers_to_transform",
-    "lora_alpha",
-    "lora_dropout",
-    "modules_to_save",
-    "r",
-    "rank_pattern",
-    "revision",
-    "target_modules",
-    "task_type",
-    "use_dora",
-    "use_rslora",
-}
-_NO_EFFECT = {
-    "auto_mapping",
-    "corda_config",
-    "eva_config",
-    "inference_mode",
-    "loftq_config",
-    "lora_ga_config",
-    "megatron_core",
-    "peft_type",
-    "peft_version",
-    "qalora_group_size",
-}
-_PREFIX = "base_model.model."  # of peft's names of weights: a model inside two wrappers
-_MAGNITUDE = "lora_magnitude_vector"  # of DoRA: a module with one weight, which the file leaves out
 ANSWER_SECONDS = 5.0  # how long the hub may take
 # Files of a repository on the hub:
 SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -304,83 +257,6 @@ def with_bases(models: Sequence[tuple[str, str | None]]) -> list[tuple[str, str 
             if base not in folders:
                 bases.append((f"the base of {flag}", base))
     return [*models, *bases]
-
-
-def read_adapter_config(folder: str, flag: str) -> dict[str, Any]:
-    """The settings in `adapter_config.json` that peft gets: a closed list, so that a folder names
-    no code. `UserError`: they do not describe LoRA matrices of linear layers, or the scale is not a
-    number."""
-    file = Path(folder) / ADAPTER_CONFIG
-    with reading(f"{flag} {file}: cannot be used"):
-        config = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(config, dict):
-        raise UserError(f"{flag} {file}: must be a JSON object")
-    kind = config.get("peft_type")
-    start = config.get("init_lora_weights", True)
-    unknown_settings = sorted(
-        name for name, value in config.items() if value and name not in _USED | _NO_EFFECT
-    )
-    unusable = {
-        f"an adapter of type {kind}": kind != "LORA",
-        "LoRA with trained biases": config.get("bias", "none") != "none",
-        f"LoRA that changed the weights of its base (init_lora_weights {start})": (
-            isinstance(start, str) and start not in ("gaussian", "eva", "orthogonal")
-        ),
-        f"LoRA with {', '.join(unknown_settings)}": bool(unknown_settings),
-    }
-    for description, applies in unusable.items():
-        if applies:
-            raise UserError(
-                f"{flag} {folder}: holds {description}; merge it into its base with peft"
-                " (merge_and_unload) and save that"
-            )
-    scales = {"lora_alpha": config.get("lora_alpha", 1)}
-    if isinstance(config.get("alpha_pattern"), dict):
-        scales |= config["alpha_pattern"]
-    for name, scale in scales.items():
-        if not isinstance(scale, (int, float)) or not math.isfinite(scale):
-            raise UserError(
-                f"{flag} {file}: the scale {name} must be a finite number and is {scale!r}; copy"
-                " the file again, or write the lora_alpha that the adapter was trained with"
-            )
-    return {name: value for name, value in config.items() if name in _USED}
-
-
-def saves_head(folder: str) -> bool:
-    """Whether an adapter folder holds the score head of a reward model or critic."""
-    return f"{SCORE}.weight" in adapter_weights(folder)
-
-
-def adapter_weights(folder: str) -> dict[str, Tensor]:
-    """The weights in an adapter folder, on the CPU, under the names of a model with the adapter."""
-    file = Path(folder) / ADAPTER_WEIGHTS
-    with reading(f"{folder}: its adapter cannot be read, copy it again"):
-        if file.is_file():
-            saved = load_file(file)
-        else:
-            file = Path(folder) / _OLD_WEIGHTS
-            saved = load_pickled(file, "cpu")
-    headers = {
-        name: WeightHeader(file, tuple(weight.shape), format_of(weight.dtype))
-        for name, weight in saved.items()
-    }
-    require_floating_point(folder, headers)
-    return {_loaded_name(key.removeprefix(_PREFIX)): weight for key, weight in saved.items()}
-
-
-def saved_name(parameter: str) -> str:
-    """The name in the file of a parameter of the adapter, or of another weight: inverse of
-    loading."""
-    plain = parameter.replace(f".{ADAPTER}.weight", ".weight").replace(
-        f"{_MAGNITUDE}.weight", _MAGNITUDE
-    )
-    return _PREFIX + plain
-
-
-def _loaded_name(saved: str) -> str:
-    if saved.endswith(_MAGNITUDE):
-        return f"{saved}.{ADAPTER}.weight"
-    return re.sub(r"\.(lora_(?:A|B))\.weight$", rf".\1.{ADAPTER}.weight", saved)
 
 
 def files_to_download(files: list[str], weights: bool = True) -> list[str]:

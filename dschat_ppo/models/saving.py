@@ -25,17 +25,12 @@ from dschat_ppo.common.heartbeat import heartbeat, watchdog_paused
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import NonFiniteError, StorageError
-from dschat_ppo.models.adapter_merging import matrices_of, merged_weight
-from dschat_ppo.models.adapters import adapter_layers, is_adapter_parameter
+from dschat_ppo.models.adapters.folders import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, saved_name
+from dschat_ppo.models.adapters.layers import adapter_layers, is_adapter_parameter
+from dschat_ppo.models.adapters.merging import matrices_of, merged_weight
 from dschat_ppo.models.architectures import first_position
 from dschat_ppo.models.loading import DTYPES
-from dschat_ppo.models.model_folders import (
-    ADAPTER,
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    SCORE,
-    saved_name,
-)
+from dschat_ppo.models.model_folders import SCORE
 from dschat_ppo.models.weight_headers import checkpoint_dtype, weight_files
 from dschat_ppo.models.wrapped_models import ScalarModel, WrappedModel
 from dschat_ppo.types import Engine

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import log_once
 from dschat_ppo.errors import UserError, reading
-from dschat_ppo.models.adapters import LM_HEADS
+from dschat_ppo.models.architectures import LM_HEADS
 from dschat_ppo.models.model_folders import files_key, wants_settings_only
 from dschat_ppo.models.weight_headers import (
     checkpoint_headers,

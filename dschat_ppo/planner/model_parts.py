@@ -19,7 +19,7 @@ from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.engine.optimizers import further_optimizers
 from dschat_ppo.errors import reading
 from dschat_ppo.models.activation_memory import decoder_layers
-from dschat_ppo.models.adapters import adapter_layers, add_adapter
+from dschat_ppo.models.adapters.layers import adapter_layers, add_adapter
 from dschat_ppo.models.architectures import (
     MASK_IS_READ,
     backbone_of,

@@ -48,7 +48,8 @@ from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags
 from dschat_ppo.config.step_config import StepConfig, defaults_of, flatten
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.features import hooks
-from dschat_ppo.models.model_folders import is_adapter_folder, read_adapter_config
+from dschat_ppo.models.adapters.folders import read_adapter_config
+from dschat_ppo.models.model_folders import is_adapter_folder
 from dschat_ppo.models.weight_headers import checkpoint_shapes
 from dschat_ppo.monitor.step_trace import FOLDER as TRACES
 from dschat_ppo.monitor.trackers import RUN_IDS

@@ -25,7 +25,8 @@ from dschat_ppo.engine.build_engine import (
     train_engine,
 )
 from dschat_ppo.engine.ds_config import train_config
-from dschat_ppo.models.adapters import AdapterSettings, add_adapter
+from dschat_ppo.models.adapters.layers import add_adapter
+from dschat_ppo.models.adapters.settings import AdapterSettings
 
 SETTINGS = OptimizerSettings(0.5, 0.1, "linear", 2, 6, (0.8, 0.9), 1e-6)
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from dschat_ppo.common import dist
 from dschat_ppo.engine.optimizer_step import learning_rates
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
-from dschat_ppo.models.adapters import adapter_layers, is_adapter_parameter
+from dschat_ppo.models.adapters.layers import adapter_layers, is_adapter_parameter
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 

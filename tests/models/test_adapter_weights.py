@@ -16,7 +16,9 @@ from tiny_models import new_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.adapters import AdapterSettings, adapter_layers, lora_targets
+from dschat_ppo.models.adapters.folders import read_adapter_config
+from dschat_ppo.models.adapters.layers import adapter_layers, lora_targets
+from dschat_ppo.models.adapters.settings import AdapterSettings
 from dschat_ppo.models.loading import (
     ModelChanges,
     check_causal_lm,
@@ -25,13 +27,7 @@ from dschat_ppo.models.loading import (
     load_config,
     load_sequence_classifier,
 )
-from dschat_ppo.models.model_folders import (
-    base_folder,
-    base_name,
-    is_adapter_folder,
-    model_folder,
-    read_adapter_config,
-)
+from dschat_ppo.models.model_folders import base_folder, base_name, is_adapter_folder, model_folder
 from dschat_ppo.models.saving import SavedForm, save_model
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel

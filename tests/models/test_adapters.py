@@ -14,17 +14,16 @@ from tiny_models import new_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from dschat_ppo.engine.shared_base import classifier_over_base, model_over_base
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.adapter_merging import adapters_merged, load_merged
-from dschat_ppo.models.adapters import (
-    AdapterSettings,
+from dschat_ppo.models.adapters.layers import (
     adapter_layers,
-    adapter_settings,
     add_adapter,
     is_adapter_parameter,
     lora_targets,
 )
+from dschat_ppo.models.adapters.merging import adapters_merged, load_merged
+from dschat_ppo.models.adapters.settings import AdapterSettings, adapter_settings
+from dschat_ppo.models.adapters.shared_base import classifier_over_base, model_over_base
 from dschat_ppo.models.loading import ModelChanges, load_causal_lm, load_sequence_classifier
 
 IDS = torch.randint(3, 300, (3, 11), generator=torch.Generator().manual_seed(3))

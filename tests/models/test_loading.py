@@ -27,15 +27,14 @@ from transformers import (
 
 from dschat_ppo.common import extras
 from dschat_ppo.errors import UserError
-from dschat_ppo.models import adapters
-from dschat_ppo.models.adapters import (
-    AdapterSettings,
+from dschat_ppo.models.adapters import settings as adapter_settings_module
+from dschat_ppo.models.adapters.layers import (
     adapter_layers,
-    adapter_settings,
     add_adapter,
     lora_targets,
     quantising_options,
 )
+from dschat_ppo.models.adapters.settings import AdapterSettings, adapter_settings
 from dschat_ppo.models.architectures import check_classifier_config, classifier_class, lm_head_names
 from dschat_ppo.models.loading import (
     ModelChanges,
@@ -530,12 +529,12 @@ class Linear4bit(nn.Linear):
 def test_a_gpu_and_the_package_are_needed(monkeypatch):
     words = "--lora_dim 8 --load_in_8bit --only_optimize_lora"
     config = config_of("sft", *words.split())
-    monkeypatch.setattr(adapters.dist, "on_gpu", lambda: False)
+    monkeypatch.setattr(adapter_settings_module.dist, "on_gpu", lambda: False)
     with pytest.raises(UserError, match=r"^--load_in_8bit needs a GPU, and this run has none"):
         adapter_settings(config)
     assert adapter_settings(config_of("sft")) is None
     assert adapter_settings(config, quantises=False).quantise == 0
-    monkeypatch.setattr(adapters.dist, "on_gpu", lambda: True)
+    monkeypatch.setattr(adapter_settings_module.dist, "on_gpu", lambda: True)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(
         UserError, match=r"^--load_in_8bit needs the package bitsandbytes: pip install -e \"\.\[q"

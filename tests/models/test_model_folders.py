@@ -23,19 +23,14 @@ from transformers import CodeGenConfig, CodeGenForCausalLM
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.models import model_folders
+from dschat_ppo.models.adapters.folders import adapter_weights
 from dschat_ppo.models.loading import (
     check_causal_lm,
     check_sequence_classifier,
     load_causal_lm,
     load_config,
 )
-from dschat_ppo.models.model_folders import (
-    OF_A_RUN,
-    adapter_weights,
-    files_to_download,
-    model_folder,
-    settings_only,
-)
+from dschat_ppo.models.model_folders import OF_A_RUN, files_to_download, model_folder, settings_only
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.vocabulary import check_vocabulary
 from dschat_ppo.models.weight_headers import checkpoint_shapes, is_old_buffer, weight_files

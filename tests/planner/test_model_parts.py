@@ -19,7 +19,7 @@ from dschat_ppo.config.run_flags import MemoryFlags
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import ZeroOptions, train_config
 from dschat_ppo.engine.optimizers import ADAMW
-from dschat_ppo.models.adapters import AdapterSettings
+from dschat_ppo.models.adapters.settings import AdapterSettings
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.loading import DTYPES, ModelChanges
 from dschat_ppo.models.packing import padded_rows

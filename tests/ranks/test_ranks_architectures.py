@@ -26,7 +26,7 @@ from workers.architectures import IDS, LENGTHS
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.router.checks import router_top_k
-from dschat_ppo.models.adapters import lora_targets
+from dschat_ppo.models.adapters.layers import lora_targets
 from dschat_ppo.models.loading import load_sequence_classifier
 from dschat_ppo.models.weight_headers import checkpoint_shapes
 from dschat_ppo.tools import toy

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoTokenizer
 
 from dschat_ppo.config.cli import parse
-from dschat_ppo.models.adapters import AdapterSettings
+from dschat_ppo.models.adapters.settings import AdapterSettings
 from dschat_ppo.models.loading import ModelChanges, load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.saving import SavedForm, save_model
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel

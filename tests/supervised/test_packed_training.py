@@ -25,7 +25,7 @@ from dschat_ppo.data.batches import PADDING_ROW
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.supervised_batches import PackingPlan, sample_tokens
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.adapters import adapter_layers, is_adapter_parameter
+from dschat_ppo.models.adapters.layers import adapter_layers, is_adapter_parameter
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.loading import changes_to_train, load_causal_lm

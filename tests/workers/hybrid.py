@@ -21,7 +21,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.data.prepare import prepare
-from dschat_ppo.models.adapters import adapter_layers
+from dschat_ppo.models.adapters.layers import adapter_layers
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.wrapped_models import PolicyModel, response_logprobs
 from dschat_ppo.rollout.generation_request import RolloutRequest

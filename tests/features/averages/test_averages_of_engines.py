@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.phases import PhaseClock
-from dschat_ppo.models.adapters import is_adapter_parameter
+from dschat_ppo.models.adapters.layers import is_adapter_parameter
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.ppo.followers import Follower, followers_of_run

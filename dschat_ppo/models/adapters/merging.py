@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.host_memory import freed_memory_returned
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.adapters import (
+from dschat_ppo.models.adapters.folders import ADAPTER
+from dschat_ppo.models.adapters.layers import (
     adapter_layers,
     inject_lora,
     is_linear,
     load_adapter_weights,
     saved_config,
 )
-from dschat_ppo.models.model_folders import ADAPTER
 
 
 def load_merged(model: PreTrainedModel, folder: str) -> None:

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.adapters import (
-    AdapterSettings,
+from dschat_ppo.models.adapters.layers import (
     adapter_layers,
     add_adapter,
     is_adapter_parameter,
     saved_config,
 )
+from dschat_ppo.models.adapters.settings import AdapterSettings
 from dschat_ppo.models.architectures import backbone_of, classifier_class, config_for
 from dschat_ppo.models.model_folders import SCORE, is_adapter_folder
 

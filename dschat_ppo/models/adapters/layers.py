@@ -1,8 +1,4 @@
-"""LoRA adapters: which layers get one, how it is added, and how it is read from a folder.
-
-QLoRA holds the frozen weights in 4 or 8 bits through bitsandbytes (Dettmers 2023,
-https://arxiv.org/abs/2305.14314).
-"""
+"""Which layers get LoRA, how an adapter is added to a model, and how its weights are read."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
@@ -20,17 +16,11 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.extras import require_extra
-from dschat_ppo.config.step_config import StepConfig, defaults_of
 from dschat_ppo.errors import UserError, reading
-from dschat_ppo.models.model_folders import (
-    ADAPTER,
-    SCORE,
-    adapter_weights,
-    base_folder,
-    base_name,
-    read_adapter_config,
-)
+from dschat_ppo.models.adapters.folders import ADAPTER, adapter_weights, read_adapter_config
+from dschat_ppo.models.adapters.settings import AdapterSettings
+from dschat_ppo.models.architectures import LM_HEADS
+from dschat_ppo.models.model_folders import SCORE, base_folder, base_name
 
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})  # linear layers that choose experts
 # Classes of `x W + b` by name, with those of bitsandbytes; other subclasses of nn.Linear do more,
@@ -46,68 +36,7 @@ NOT_CALLED = {
     "nemotron_h": ("out_proj",),
     "jamba": ("dt_proj",),
 }
-LM_HEADS = ("lm_head.", "embed_out.")  # of language models; classifiers do not have them
 _HOW_TO_MERGE = "docs/lora.md"
-
-
-@dataclass(frozen=True)
-class AdapterSettings:
-    """A LoRA adapter and how it is trained."""
-
-    rank: int
-    alpha: float  # scale of the update: alpha / rank, or alpha / sqrt(rank) with `rslora`
-    dropout: float
-    # texts in names of layers, separated by commas; None: all linear layers of the blocks
-    targets: str | None
-    rslora: bool  # rank-stabilised scale (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732)
-    # also train the magnitudes of the weights (Liu 2024, https://arxiv.org/abs/2402.09353)
-    dora: bool
-    # train the adapter and a score head only; else all weights but those under the adapter
-    freeze_base: bool
-    quantise: int = 0  # bits of the frozen weights (QLoRA), 4 or 8; 0: not quantised
-    alpha_is_given: bool = False  # by a flag, in place of its default
-    flag: str = "--lora_module_name"
-
-
-def adapter_settings(
-    config: StepConfig, prefix: str = "", quantises: bool = True
-) -> AdapterSettings | None:
-    """The adapter that the flags ask for; None with rank 0.
-
-    Args:
-        config: the flags.
-        prefix: of the model's flags in step 3, "actor_" or "critic_".
-        quantises: whether its frozen weights are quantised if the flags ask for it.
-    """
-    dim = config.value(f"{prefix}lora_dim")
-    if not dim:
-        return None
-    require_extra("peft", "LoRA")
-    bits = 0
-    if quantises:
-        bits = config.frozen_bits
-    if bits:
-        needs = f"--load_in_{bits}bit"
-        if not dist.on_gpu():
-            raise UserError(
-                f"{needs} needs a GPU, and this run has none; omit it to train LoRA over whole"
-                " weights"
-            )
-        require_extra("bitsandbytes", needs)
-    alpha = config.value("lora_alpha")
-    targets = f"{prefix}lora_module_name"
-    return AdapterSettings(
-        rank=dim,
-        alpha=alpha,
-        dropout=config.value("lora_dropout"),
-        targets=config.value(targets),
-        rslora=config.value("use_rslora"),
-        dora=config.value("use_dora"),
-        freeze_base=config.value("only_optimize_lora"),
-        quantise=bits,
-        alpha_is_given=alpha != defaults_of(type(config))["lora_alpha"],
-        flag=f"--{targets}",
-    )
 
 
 def lora_targets(
@@ -255,17 +184,6 @@ def add_adapter(
         weight.requires_grad_(may_train and trained.get(weight, True))
     if folder is not None:
         load_adapter_weights(model, folder)
-
-
-def ignored_flags(folder: str, settings: AdapterSettings) -> list[str]:
-    """Flags of `settings` that differ from what the adapter in `folder` has and keeps."""
-    config = saved_config(folder)
-    differing = {
-        settings.flag: settings.targets is not None,
-        "--lora_alpha": settings.alpha_is_given and settings.alpha != config.lora_alpha,
-        "--use_rslora": settings.rslora and not config.use_rslora,
-    }
-    return [flag for flag, differs in differing.items() if differs]
 
 
 def saved_config(folder: str) -> Any:
