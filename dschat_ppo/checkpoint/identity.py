@@ -31,6 +31,7 @@ from dschat_ppo.config.step_config import StepConfig, defaults_of, flatten
 from dschat_ppo.data.lazy_rows import LazyRows, TrainingRows
 from dschat_ppo.errors import UserError
 from dschat_ppo.features import hooks
+from dschat_ppo.models.model_folders import CONFIG_FILES
 from dschat_ppo.monitor.writers import is_finished
 
 # Flags that may change when a run resumes. A flag that is not here matters: a new flag stops a
@@ -135,8 +136,7 @@ _SHORT = 16  # hex digits, enough to detect an accidental change
 SAMPLES, SAMPLE_BYTES = 64, 2**16  # read of each large file of weights
 _WEIGHTS = ("*.safetensors", "*.bin")
 _READ_WHOLE = (
-    "config.json",
-    "adapter_config.json",
+    *CONFIG_FILES,
     "generation_config.json",
     "tokenizer*",
     "special_tokens_map.json",

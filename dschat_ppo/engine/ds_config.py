@@ -167,21 +167,13 @@ def eval_config(stage: int, dtype: str, offload: bool, world_size: int) -> Confi
     return {**_common(dtype, world_size), "zero_optimization": zero}
 
 
-def check_zero_plus_plus(
-    memory: MemoryFlags, quantised_frozen: bool, ranks: int, device: str
-) -> None:
-    """Check, before a model is loaded, that the ranks can be divided for ZeRO++, and that
-    quantising has a GPU."""
+def check_zero_plus_plus(memory: MemoryFlags, ranks: int) -> None:
+    """Check, before a model is loaded, that the ranks can be divided for ZeRO++."""
     size = memory.zero_hpz_partition_size
     require(
         ranks % size == 0,
         f"--zero_hpz_partition_size {size} must divide the number of ranks, {ranks}, because each"
         " group of ranks holds one copy",
-    )
-    require(
-        not quantised_frozen or device == "cuda",
-        "--enable_mixed_precision_lora: DeepSpeed quantises with CUDA kernels, and this run is on"
-        f" the {device}; run it on GPUs, or omit the flag",
     )
 
 

@@ -20,7 +20,8 @@ from dschat_ppo.engine.build_engine import whole_weights
 from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.types import Engine
 
-# (model, weights that need not be restored) -> a context in which adapters are merged
+# (model, weights that need not be restored) -> a context in which the weights that
+# train beside them are merged into them
 Merge = Callable[[PreTrainedModel, Collection[nn.Parameter]], AbstractContextManager[Any]]
 # () -> a context that surrounds generation
 Around = Callable[[], AbstractContextManager[Any]]
@@ -53,7 +54,7 @@ class GenerationChange:
 
     Attributes:
         around: a context that surrounds generation; it is entered before weights are gathered.
-        originals_on_host: the originals of weights with merged adapters wait in host memory.
+        originals_on_host: the originals of weights into which others merge wait in host memory.
         by_layer: ZeRO-3 gathers the weights one layer at a time.
         division: divides the layers over ranks.
     """
@@ -78,8 +79,8 @@ class HybridEngine:
         pinned: gather ZeRO-3 weights once for the whole context. If False, DeepSpeed's hooks gather
             each layer when it runs: less memory, one collective per layer. All ranks must then run
             the same number of forward passes (see `max_over_ranks`).
-        merge: merges adapters into the whole weights, and restores these on exit. It gets the
-            model, and those weights that are dropped after the exit and need not be restored.
+        merge: merges what trains beside them into the whole weights, and restores these on exit.
+            It gets the model, and those weights that are dropped after the exit and need not be restored.
             Requires `pinned`.
         around: contexts that surround generation; they are entered before weights are gathered.
         division: divide the layers over the ranks of a group, which then generate together; forward
@@ -106,7 +107,7 @@ class HybridEngine:
         self._gathers_by_layer = not pinned and is_partitioned and self._whole_weights is None
         if merge is not None and (self._gathers_by_layer or division):
             raise ValueError(
-                "adapters cannot be merged into weights that are divided or gathered layer by layer"
+                "nothing can be merged into weights that are divided or gathered layer by layer"
             )
 
     @property

@@ -29,6 +29,7 @@ from dschat_ppo.common.logging import log_once
 from dschat_ppo.errors import UserError, in_one_line, nearest_path, reading
 from dschat_ppo.models.adapters.folders import ADAPTER_CONFIG, read_adapter_config
 
+CONFIG_FILES = ("config.json", ADAPTER_CONFIG)  # of which a folder of a model has one
 SCORE = "score"  # name of the scalar head in the classifiers of decoders
 KERNELS = ("attn_implementation", "experts_implementation")
 # Left out, with a note. transformers reads some of them with an underscore too. A fusion replaces
@@ -182,7 +183,7 @@ def model_folder(name: str, flag: str, revision: str | None = None) -> str:
             f"{flag} {name}: is a file; name the folder of a model, or a model on the hub"
         )
     if Path(name).is_dir():
-        if not (Path(name) / "config.json").exists() and not is_adapter_folder(name):
+        if not is_model_folder(name):
             # as in the output of step 3
             inner = sorted(str(path.parent) for path in Path(name).glob("*/config.json"))
             hint = ""
@@ -221,18 +222,34 @@ def is_adapter_folder(folder: str) -> bool:
     return (Path(folder) / ADAPTER_CONFIG).is_file()
 
 
+def is_model_folder(folder: str | Path) -> bool:
+    """Whether a local folder holds a model or an adapter."""
+    return any((Path(folder) / name).is_file() for name in CONFIG_FILES)
+
+
+def named_base(folder: str, flag: str) -> str | None:
+    """Folder or hub name of the model that an adapter folder was trained on; None if the folder
+    holds no adapter, or does not name it."""
+    if not is_adapter_folder(folder):
+        return None
+    named = read_adapter_config(folder, flag).get("base_model_name_or_path")
+    if isinstance(named, str) and named:
+        return named
+    return None
+
+
 def base_folder(folder: str, flag: str) -> str:
     """The folder of the model, no adapter, that an adapter folder was trained on; `folder` itself
     if it is none."""
     if not is_adapter_folder(folder):
         return folder
-    config = read_adapter_config(folder, flag)
-    named = config.get("base_model_name_or_path")
+    named = named_base(folder, flag)
     way_out = f"correct base_model_name_or_path in {Path(folder) / ADAPTER_CONFIG}"
-    if not isinstance(named, str) or not named:
+    if named is None:
         raise UserError(f"{flag} {folder}: the adapter does not name its base model; {way_out}")
     try:
-        base = model_folder(named, flag, config.get("revision"))
+        revision = read_adapter_config(folder, flag).get("revision")
+        base = model_folder(named, flag, revision)
     except UserError as problem:
         reason = str(problem).removeprefix(f"{flag} {named}: ")
         raise UserError(

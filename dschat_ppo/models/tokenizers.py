@@ -15,16 +15,15 @@ from dschat_ppo.models.model_folders import (
     base_folder,
     check_settings,
     files_key,
-    is_adapter_folder,
 )
 
 _READ: dict[tuple[Any, ...], PreTrainedTokenizerBase] = {}  # folder and its files -> tokenizer
 
 
 def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder, or of an adapter's base, with an EOS token: its own, or the
+    """The tokenizer of a model folder, or of its base, with an EOS token: its own, or the
     settings'."""
-    if is_adapter_folder(folder) and not any(Path(folder).glob("tokenizer*")):
+    if not any(Path(folder).glob("tokenizer*")):
         folder = base_folder(folder, flag)
     if (Path(folder) / "config.json").exists():  # transformers reads it here too
         check_settings(folder, f"{flag} {folder}: config.json cannot be used")

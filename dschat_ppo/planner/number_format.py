@@ -103,7 +103,7 @@ def dtype_for_tool(dtype: str, folders: Sequence[str]) -> str:
 
 
 def parameters_of(folder: str) -> int:
-    """Of the model in a folder; of an adapter's that of its base."""
+    """Of the model in a folder, or of its base."""
     shapes = checkpoint_shapes(base_folder(folder, "--model"))
     return sum(math.prod(shape) for shape in shapes.values())
 

@@ -196,7 +196,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     functions = CheckedFunctions()
     device, output = begin_run(config, partial(functions.check, config))
     require_agreement(config, dist.world_size())
-    check_zero_plus_plus(config.memory, config.quantises_frozen, dist.world_size(), device.type)
+    check_zero_plus_plus(config.memory, dist.world_size())
     folders = local_model_folders(config)
     tokenizer = with_template_flags(load_tokenizer(folders.actor, ACTOR), config.data)
     check_models(config, folders, tokenizer)

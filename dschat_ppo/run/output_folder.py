@@ -48,8 +48,7 @@ from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags
 from dschat_ppo.config.step_config import StepConfig, defaults_of, flatten
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.features import hooks
-from dschat_ppo.models.adapters.folders import read_adapter_config
-from dschat_ppo.models.model_folders import is_adapter_folder
+from dschat_ppo.models.model_folders import CONFIG_FILES, is_model_folder, named_base
 from dschat_ppo.models.weight_headers import checkpoint_shapes
 from dschat_ppo.monitor.step_trace import FOLDER as TRACES
 from dschat_ppo.monitor.trackers import RUN_IDS
@@ -60,12 +59,12 @@ HF = "hf"
 
 
 def refuse_model_folders(folder: Path, models: list[str]) -> None:
-    """Refuse an output folder to which the run would write over a model that it reads, or over an
-    adapter's base."""
+    """Refuse an output folder to which the run would write over a model that it reads, or over
+    its base."""
     read = [os.path.expanduser(model) for model in models]
-    for adapter in filter(is_adapter_folder, tuple(read)):
-        base = read_adapter_config(adapter, "model").get("base_model_name_or_path")
-        if base:
+    for folder_or_name in tuple(read):
+        base = named_base(folder_or_name, "model")
+        if base is not None:
             read.append(base)
     written = [(folder / name).resolve() for name in (".", *PPO_ROLES)]
     replaced = [(folder / name).resolve() for name in (BEST, HF)]  # with everything in them
@@ -168,11 +167,7 @@ def check_earlier_outputs(folder: Path, config: StepConfig) -> None:
     store.clear_partials()
     clear_partials(folder)
     checkpoints = store.names()
-    outputs = [
-        name
-        for name in (RESULT, METRICS, "config.json", "adapter_config.json")
-        if (folder / name).exists()
-    ]
+    outputs = [name for name in (RESULT, METRICS, *CONFIG_FILES) if (folder / name).exists()]
     outputs += [path.name for path in folder.glob("*.safetensors")] + checkpoints
     if config.run.overwrite_output_dir or not outputs:
         return
@@ -349,7 +344,7 @@ def remove_checkpoints(output: Path) -> bool:
     between, the same command removes the rest (`check_earlier_outputs`). They stay, and False is
     returned, if a saved model cannot be read: only they can give that model again."""
     models = [output]
-    if not (output / "config.json").is_file() and not is_adapter_folder(str(output)):  # step 3
+    if not is_model_folder(output):  # step 3
         folders = [output / role for role in PPO_ROLES]
         models = [folder for folder in folders if folder.name == "actor" or folder.is_dir()]
     try:

@@ -439,5 +439,5 @@ def fit_ds_config(config: FitConfig) -> Config:
     """The DeepSpeed configuration of steps 1 and 2."""
     ranks = dist.world_size()
     device = dist.device().type
-    check_zero_plus_plus(config.memory, False, ranks, device)
+    check_zero_plus_plus(config.memory, ranks)
     return config_of_run(config, config.fit.zero_stage, ranks, device)

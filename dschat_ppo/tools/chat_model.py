@@ -42,7 +42,7 @@ _CONTEXT = 16  # tokens of a text prompt after which its continuation is decoded
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """A model folder, or adapter folder, that can be loaded, and its tokenizer with the chat
+    """A model folder that can be loaded, and its tokenizer with the chat
     template of the flags. `name` is as the user gave it after `flag`; `label` is short and
     distinguishes it from the others. `is_for_text`: its prompts are text, without the template."""
 

@@ -46,7 +46,6 @@ _MODELS = {  # short name -> flag of the step
 }
 GIB = 2**30
 LEAST_SHOWN = 0.005 * GIB  # smaller sizes are blank in the table
-LORA_DIM = 16  # of the LoRA that is tried where nothing else fits
 FlagValues = dict[str, Any]  # name of a flag -> value
 
 
@@ -337,10 +336,9 @@ def _ladder(config: StepConfig, run_flags: FlagValues) -> list[FlagValues]:
         stage_3 | {"offload_optimizer": True},
         stage_3 | {"offload_optimizer": False, "offload": True},
     ]
-    lora: FlagValues = {"only_optimize_lora": True}
-    for prefix in prefixes:
-        lora[f"{prefix}lora_dim"] = run_flags[f"{prefix}lora_dim"] or LORA_DIM
-    rungs.append(lora)
+    # flags of features with which fewer weights train: `flags.fewer_trained(prefixes of the flags
+    # of models that train, values of all flags)`
+    rungs += [fewer_trained(prefixes, run_flags) for fewer_trained in hooks("flags.fewer_trained")]
     return rungs
 
 

@@ -251,7 +251,10 @@ def settings(
     dora=False,
     flag="--lora_module_name",
 ):
-    return AdapterSettings(rank, alpha, dropout, targets, rslora, dora, True, flag=flag)
+    is_given = alpha != 32.0  # the default of --lora_alpha
+    return AdapterSettings(
+        rank, alpha, dropout, targets, rslora, dora, True, alpha_is_given=is_given, flag=flag
+    )
 
 
 CORRECT = "; correct base_model_name_or_path in ADAPTER/adapter_config.json"

@@ -63,9 +63,9 @@ class MovingAverage:
     """`average = decay * average + (1 - decay) * weights` after each update, in fp32 in host memory
     (Polyak averaging).
 
-    Averages the parameters of `model` that train (of an adapter, its matrices), from their current
-    values on. Under ZeRO-3 each rank averages its partition of each tensor. Otherwise the ranks
-    divide the whole tensors among them.
+    Averages the parameters of `model` that train, from their current values on. Under ZeRO-3 each
+    rank averages its partition of each tensor. Otherwise the ranks divide the whole tensors among
+    them.
     """
 
     def __init__(self, model: nn.Module, decay: float):

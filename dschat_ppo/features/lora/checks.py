@@ -1,13 +1,30 @@
-"""Checks of the folders of models that share their base, before weights are read."""
+"""Checks of the device and of the folders of models, before weights are read."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from transformers import PretrainedConfig
+
+from dschat_ppo.common import dist
 from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.config.schema import require
+from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.model_folders import base_folder, is_adapter_folder
+
+
+def check_trained_model(config: StepConfig, model_config: PretrainedConfig, model: str) -> None:
+    """Check that what quantises the actor's frozen weights has a GPU."""
+    if not isinstance(config, PPOConfig) or not config.quantises_frozen:
+        return
+    device = dist.device().type
+    require(
+        device == "cuda",
+        "--enable_mixed_precision_lora: DeepSpeed quantises with CUDA kernels, and this run is on"
+        f" the {device}; run it on GPUs, or omit the flag",
+    )
 
 
 def check_folders(config: PPOConfig, folders: ModelFolders) -> None:

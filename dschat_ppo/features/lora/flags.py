@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ TARGETS = (
 RATE = "not given: with --only_optimize_lora, a given {}"
 QUANTISED = ("load_in_4bit", "load_in_8bit")  # flags that quantise weights, of which one is given
 _LEARNING_RATE = "lora_learning_rate"
+PLANNED_DIM = 16  # that the planner tries where nothing else fits
 
 
 @dataclass(frozen=True)
@@ -138,3 +139,11 @@ def followed_rate(name: str, values: Mapping[str, Any]) -> str | None:
     if values[f"{prefix}lora_dim"] == 0:
         return None
     return f"{prefix}learning_rate"
+
+
+def fewer_trained(prefixes: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags with which adapters train in place of the weights of all models, and their values."""
+    flags: dict[str, Any] = {"only_optimize_lora": True}
+    for prefix in prefixes:
+        flags[f"{prefix}lora_dim"] = values[f"{prefix}lora_dim"] or PLANNED_DIM
+    return flags
