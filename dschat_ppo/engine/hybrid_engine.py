@@ -80,8 +80,8 @@ class HybridEngine:
             each layer when it runs: less memory, one collective per layer. All ranks must then run
             the same number of forward passes (see `max_over_ranks`).
         merge: merges what trains beside them into the whole weights, and restores these on exit.
-            It gets the model, and those weights that are dropped after the exit and need not be restored.
-            Requires `pinned`.
+            It gets the model, and those weights that are dropped after the exit and need not be
+            restored. Requires `pinned`.
         around: contexts that surround generation; they are entered before weights are gathered.
         division: divide the layers over the ranks of a group, which then generate together; forward
             passes are collective over the group. Requires `pinned`.
