@@ -33,9 +33,8 @@ from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.config.step_config import POLYNOMIAL_END, StepConfig
 from dschat_ppo.engine.ds_config import PERSISTENT_ELEMENTS, Config, eval_config
-from dschat_ppo.engine.optimizers import ADAMW, OptimizerKind, optimizer_of
+from dschat_ppo.engine.optimizers import ADAMW, OptimizerKind, optimizer_of, second_rate
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.adapters.layers import is_adapter_parameter
 from dschat_ppo.models.loading import ModelChanges, load_causal_lm
 from dschat_ppo.models.state_layers import state_layers
 from dschat_ppo.models.wrapped_models import PolicyModel
@@ -152,7 +151,7 @@ _MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
 @dataclass(frozen=True)
 class OptimizerSettings:
     """AdamW, the optimizer of the parameters that AdamW does not train, and the learning rate
-    schedule over optimizer steps. `lora_learning_rate` None: `learning_rate`."""
+    schedule over optimizer steps."""
 
     learning_rate: float
     weight_decay: float
@@ -161,7 +160,7 @@ class OptimizerSettings:
     total_steps: int
     betas: tuple[float, float]
     epsilon: float
-    lora_learning_rate: float | None = None
+    second_learning_rate: float | None = None  # of the parameters that `second_rate` takes
     min_lr_ratio: float = 0.0  # lowest rate after the warm-up, as a share of the peak
     optimizer: OptimizerKind = ADAMW
     taken_learning_rate: float | None = None  # of the parameters that `optimizer` takes
@@ -173,6 +172,10 @@ def optimizer_settings(config: StepConfig, updates: int, prefix: str = "") -> Op
     run = config.run
     flags = vars(config.training)
     optimizer = optimizer_of(config)
+    second = second_rate()
+    second_learning_rate = None
+    if second is not None:
+        second_learning_rate = second.learning_rate(config, prefix)
     return OptimizerSettings(
         learning_rate=flags[f"{prefix}learning_rate"],
         weight_decay=flags[f"{prefix}weight_decay"],
@@ -181,7 +184,7 @@ def optimizer_settings(config: StepConfig, updates: int, prefix: str = "") -> Op
         total_steps=updates,
         betas=(run.adam_beta1, run.adam_beta2),
         epsilon=run.adam_epsilon,
-        lora_learning_rate=config.value(f"{prefix}lora_learning_rate"),
+        second_learning_rate=second_learning_rate,
         min_lr_ratio=config.schedule.min_lr_ratio,
         optimizer=optimizer,
         taken_learning_rate=optimizer.learning_rate(config),
@@ -334,16 +337,16 @@ def rate_factor(settings: OptimizerSettings, step: int) -> float:
 
 
 def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:
-    """Trainable parameters by learning rate (those of LoRA or another optimizer than AdamW last)
-    and weight decay: matrices have it, and vectors, such as DoRA's magnitudes, do not. Groups
-    without parameters are left out."""
+    """Trainable parameters by learning rate (those of a second rate or another optimizer than AdamW
+    last) and weight decay: matrices have it, and vectors do not. Groups without parameters are left
+    out."""
     optimizer = settings.optimizer
-    lora_rate = settings.lora_learning_rate
-    if lora_rate is None:
-        lora_rate = settings.learning_rate
+    second = second_rate()
+    if settings.second_learning_rate is None:
+        second = None
     options: dict[str, dict[str, Any]] = {
         "": {},
-        "lora": {"lr": lora_rate},
+        "second": {"lr": settings.second_learning_rate},
         "taken": {"lr": settings.taken_learning_rate, optimizer.mark: True},
     }
     members: dict[tuple[str, bool], list[nn.Parameter]] = {}  # (kind, is a matrix) -> parameters
@@ -351,8 +354,8 @@ def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict
         if parameter.requires_grad:
             shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties `shape`
             kind = ""
-            if is_adapter_parameter(name):
-                kind = "lora"
+            if second is not None and second.takes(name):
+                kind = "second"
             elif optimizer.takes(name, shape):
                 kind = "taken"
             members.setdefault((kind, len(shape) > 1), []).append(parameter)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dschat_ppo.common.dist import device, gather_cat, on_gpu, world_size
 from dschat_ppo.common.heartbeat import heartbeat
-from dschat_ppo.engine.optimizers import further_optimizers
+from dschat_ppo.engine.optimizers import OptimizerKind, SecondRate, further_optimizers, second_rate
 from dschat_ppo.types import Engine
 
 
@@ -297,15 +297,17 @@ def _find_gradient_fault(gradients: Gradients[MicroBatch]) -> Fault | None:
 
 
 def learning_rates(engine: Engine) -> dict[str, float]:
-    """`lr` of the next step, of weights that are neither LoRA nor taken from AdamW, if any; and
-    `lora_lr`, or the name that another optimizer gives its rate, if both train, at two rates."""
+    """`lr` of the next step, of weights that have no second rate and are not taken from AdamW, if
+    any; and the second rate, or that of another optimizer, under its name, if both train, at two
+    rates."""
     first = engine.optimizer.param_groups[0]
     last = engine.optimizer.param_groups[-1]
     rates = {"lr": float(engine.get_lr()[0])}
     if first["initial_lr"] != last["initial_lr"]:
-        name = "lora_lr"
+        rate: SecondRate | OptimizerKind | None = second_rate()
         for optimizer in further_optimizers():
             if last.get(optimizer.mark):
-                name = optimizer.rate_name
-        rates[name] = float(engine.get_lr()[-1])
+                rate = optimizer
+        assert rate is not None
+        rates[rate.rate_name] = float(engine.get_lr()[-1])
     return rates

@@ -65,6 +65,28 @@ class OptimizerKind:
 ADAMW = OptimizerKind("adamw", ("adam", "adamw"), build_adamw, ("exp_avg", "exp_avg_sq"))
 
 
+@dataclass(frozen=True)
+class SecondRate:
+    """A learning rate of its own for some of the parameters that AdamW trains.
+
+    Attributes:
+        takes: (name) -> whether a parameter has it.
+        learning_rate: (flags, prefix of those of a model) -> its peak.
+        rate_name: in the metrics.
+        rate_label: in the line of a step.
+    """
+
+    takes: Callable[[str], bool]
+    learning_rate: Callable[[StepConfig, str], float]
+    rate_name: str
+    rate_label: str
+
+
+def second_rate() -> SecondRate | None:
+    """That of a feature, of which one at most offers it, as `optimizers.SECOND_RATE`."""
+    return next(iter(hooks("optimizers.SECOND_RATE")), None)
+
+
 def further_optimizers() -> tuple[OptimizerKind, ...]:
     """Those of features, which offer them as `optimizers.OPTIMIZER`; `choices.CHOICES` has their
     names."""

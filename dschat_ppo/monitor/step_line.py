@@ -37,18 +37,15 @@ _OF_OBJECTIVE = {
     "margin": Column("margin", "margin", "7.3f"),
     "kl": Column("KL", "kl", "7.4f"),
 }
-_RATES = (
-    Column("lr", "lr", "8.2e"),
-    Column("LoRA lr", "lora_lr", "8.2e"),
-)
 
 
 def supervised_columns(headline: Iterable[str]) -> list[Column]:
     """The columns of steps 1 and 2; `headline` names the objective's metrics."""
     columns = [_OF_OBJECTIVE.get(name, Column(name, name, "7.4g")) for name in headline]
-    columns += _RATES
-    for optimizer in hooks("optimizers.OPTIMIZER"):  # of a feature, whose rate is another one
-        columns.append(Column(optimizer.rate_label, optimizer.rate_name, "8.2e"))
+    columns.append(Column("lr", "lr", "8.2e"))
+    # the rates of features
+    for rate in (*hooks("optimizers.SECOND_RATE"), *hooks("optimizers.OPTIMIZER")):
+        columns.append(Column(rate.rate_label, rate.rate_name, "8.2e"))
     return [*columns, Column("grad norm", "grad_norm", "6.3g")]
 
 

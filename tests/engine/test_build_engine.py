@@ -42,7 +42,7 @@ def test_biases_and_norms_do_not_decay_also_where_weights_are_partitioned():
 def test_lora_has_its_own_rate_and_the_schedule_scales_all_groups():
     model = new_model("llama")
     add_adapter(model, AdapterSettings(2, 4, 0.0, "q_proj", False, True, False))
-    settings = replace(SETTINGS, lora_learning_rate=2.0, warmup_steps=0, total_steps=4)
+    settings = replace(SETTINGS, second_learning_rate=2.0, warmup_steps=0, total_steps=4)
     groups = parameter_groups(model, settings)
     names = {id(p): name for name, p in model.named_parameters()}
     assert [(group.get("lr"), group["weight_decay"]) for group in groups] == [
