@@ -8,14 +8,14 @@ from dschat_ppo.features.lora.flags import AdapterFlags
 from dschat_ppo.models.adapters.layers import is_adapter_parameter
 
 
-def learning_rate(config: StepConfig, prefix: str) -> float:
+def rate_of_adapter(config: StepConfig, prefix: str) -> float:
     """`--lora_learning_rate` of a model."""
     return float(vars(config.of(AdapterFlags))[f"{prefix}lora_learning_rate"])
 
 
 SECOND_RATE = SecondRate(
     takes=is_adapter_parameter,
-    learning_rate=learning_rate,
+    learning_rate=rate_of_adapter,
     rate_name="lora_lr",
     rate_label="LoRA lr",
 )
