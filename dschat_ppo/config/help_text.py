@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from dschat_ppo.config.flag_parser import FlagParser, first_words, shown_default
 from dschat_ppo.errors import UserError
+from dschat_ppo.features import hooks
 
 LEAST_WIDTH = 80  # columns
 MOST_WIDTH = 120
@@ -44,7 +45,7 @@ _STEPS_1_AND_2 = {
         "per_device_train_batch_size gradient_accumulation_steps learning_rate num_warmup_steps"
         " dtype"
     ),
-    "memory": "zero_stage gradient_checkpointing lora_dim",
+    "memory": "zero_stage gradient_checkpointing",
     "output": "logging_steps save_steps",
 }
 USUAL = {
@@ -113,6 +114,11 @@ def _usual_flags(step: str, flags: Sequence[argparse.Action], width: int) -> str
     by_name = {flag.dest: flag for flag in flags}
     title, program = TITLES[step]
     names_by_heading = {heading: names.split() for heading, names in USUAL[step].items()}
+    # a feature offers `flags.USUAL`: (step, heading) -> a flag of its own
+    for usual_flags in hooks("flags.USUAL"):
+        for (step_of_flag, heading), name in usual_flags.items():
+            if step_of_flag == step:
+                names_by_heading[heading].append(name)
     longest = max(len(name) for names in names_by_heading.values() for name in names)
     name_width = longest + len("--")
     lines = [
@@ -135,7 +141,7 @@ def _usual_flags(step: str, flags: Sequence[argparse.Action], width: int) -> str
             lines.append(f"  {f'--{name}'.ljust(name_width)}  {text}{suffix}")
         lines.append("")
     lines += [
-        f"all {len(flags)} flags: --help all; those with a word in their name: --help lora",
+        f"all {len(flags)} flags: --help all; those with a word in their name: --help eval",
         "flags in a YAML file: --config FILE; details: docs/your-data.md",
     ]
     return "\n".join(lines)

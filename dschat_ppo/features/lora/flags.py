@@ -127,6 +127,7 @@ THEIR_NAMES = {
     "lora_dim": "lora_r lora_rank use_peft",
     "lora_module_name": "lora_target lora_target_modules target_modules",
 }
+USUAL = {(step, "memory"): "lora_dim" for step in ("sft", "reward", "dpo")}
 HARMLESS = ("lora_merge",)
 
 
