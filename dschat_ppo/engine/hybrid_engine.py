@@ -20,9 +20,11 @@ from dschat_ppo.engine.build_engine import whole_weights
 from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.types import Engine
 
-# (model, weights that need not be restored) -> a context in which the weights that
-# train beside them are merged into them
+# (model, weights that need not be restored) -> a context in which what trains beside the weights is
+# merged into them
 Merge = Callable[[PreTrainedModel, Collection[nn.Parameter]], AbstractContextManager[Any]]
+# the same with `originals_on_host`, a keyword
+MergeWithHost = Callable[..., AbstractContextManager[Any]]
 # () -> a context that surrounds generation
 Around = Callable[[], AbstractContextManager[Any]]
 
@@ -57,12 +59,14 @@ class GenerationChange:
         originals_on_host: the originals of weights into which others merge wait in host memory.
         by_layer: ZeRO-3 gathers the weights one layer at a time.
         division: divides the layers over ranks.
+        merge: merges what trains beside the weights into them.
     """
 
     around: Around | None = None
     originals_on_host: bool = False
     by_layer: bool = False
     division: Division | None = None
+    merge: MergeWithHost | None = None
 
 
 class HybridEngine:

@@ -21,9 +21,8 @@ from dschat_ppo.engine.build_engine import (
     train_engine,
 )
 from dschat_ppo.engine.ds_config import Config, config_of_run, eval_config
-from dschat_ppo.engine.hybrid_engine import HybridEngine, Merge
+from dschat_ppo.engine.hybrid_engine import HybridEngine, MergeWithHost
 from dschat_ppo.features import hooks
-from dschat_ppo.models.adapters.merging import adapters_merged
 from dschat_ppo.models.adapters.shared_base import classifier_over_base, model_over_base
 from dschat_ppo.models.kernel_selection import apply_memory_flags, select_kernels
 from dschat_ppo.models.loading import (
@@ -272,7 +271,6 @@ class RLHFEngine:
         """What switches the actor to generation, with whole weights, with layers that are divided
         over ranks, or with layers that are gathered one at a time, as the flags ask."""
         config = self._config
-        lora_dim = config.value("actor_lora_dim")
         # A feature offers `generation.generation_change(config, engines)`: a `GenerationChange`, or
         # None.
         changes = []
@@ -282,14 +280,17 @@ class RLHFEngine:
                 changes.append(change)
         division = None
         gathers_by_layer = config.ppo.unpin_actor_parameters
+        merge: MergeWithHost | None = None
         for change in changes:
+            merge = merge or change.merge
             division = division or change.division
             gathers_by_layer = gathers_by_layer or change.by_layer
-        merge: Merge | None = None
         are_whole = not gathers_by_layer or self._actor_stage != 3
-        if lora_dim > 0 and are_whole:  # adapters merge into whole weights only
+        if not are_whole:  # nothing merges into them
+            merge = None
+        if merge is not None:
             on_host = any(change.originals_on_host for change in changes)
-            merge = partial(adapters_merged, originals_on_host=on_host)
+            merge = partial(merge, originals_on_host=on_host)
         around = [change.around for change in changes if change.around is not None]
         return HybridEngine(self.actor, not gathers_by_layer, merge, around, division)
 
