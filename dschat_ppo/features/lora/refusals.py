@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.step_config import StepConfig
+from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.errors import UserError
-from dschat_ppo.features.lora.flags import QUANTISED, AdapterFlags, PPOLoraFlags
+from dschat_ppo.features.lora.flags import QUANTISED, AdapterFlags, LoraFlags, PPOLoraFlags
 
 
 def refuse(config: StepConfig) -> None:
@@ -131,10 +132,10 @@ def idle(config: StepConfig) -> dict[str, str]:
             " case"
         )
     if isinstance(config, PPOConfig):
-        return reasons | _idle_in_ppo(config)
-    is_alone = flags.freezes("") and not config.has_head
-    if is_alone and config.fit.learning_rate != config.value("lora_learning_rate"):
-        reasons["learning_rate"] = "only LoRA parameters train, with --lora_learning_rate"
+        reasons |= _idle_in_ppo(config)
+    if isinstance(config, FitConfig) and flags.freezes("") and not config.has_head:
+        if config.fit.learning_rate != config.of(LoraFlags).lora_learning_rate:
+            reasons["learning_rate"] = "only LoRA parameters train, with --lora_learning_rate"
     return reasons
 
 
