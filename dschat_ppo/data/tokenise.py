@@ -442,6 +442,15 @@ def row_text(row: dict[str, Any], example: Example, settings: TokeniseSettings) 
     return f"{first_line[:-1]}{comma}\n{json.dumps(added, default=str)[1:]}"
 
 
+def row_of_file(text: str) -> dict[str, Any]:
+    """The columns of a row in its `row_text`, without what the second line adds."""
+    first_line, line_end, _ = text.partition("\n")
+    if line_end:
+        first_line = first_line.removesuffix(",") + "}"
+    columns: dict[str, Any] = json.loads(first_line)
+    return columns
+
+
 def _hash(ids: EncodedExample, *content: str) -> int:
     """64 bits of the ids and of further content."""
     id_lists = [ids.prompt, *ids.answers]

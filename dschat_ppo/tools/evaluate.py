@@ -38,6 +38,7 @@ from dschat_ppo.config.step_config import (
 from dschat_ppo.errors import StorageError, UserError
 from dschat_ppo.features import hooks
 from dschat_ppo.tools import exit_code_of
+from dschat_ppo.tools.pass_band import PassBand, band_line, rows_in_band
 from dschat_ppo.tools.sampling_settings import (
     EvaluationRequest,
     add_sampling_flags,
@@ -83,6 +84,16 @@ class ToolFlags:
         None,
         "file for rows of step 2: each prompt with the first model's best and worst answer, if"
         " their scores differ and the length limit did not cut the best",
+    )
+    write_prompts: str | None = flag(
+        None,
+        "file for the rows of the data that --keep keeps, in order and whole, with their"
+        " 'pass_rate'",
+    )
+    keep: str | None = flag(
+        None,
+        "LOW:HIGH, such as 0.2:0.8: the share of the first model's sampled answers to a prompt"
+        " that pass, both ends included; a prompt with fewer than two scored answers is not kept",
     )
 
 
@@ -133,6 +144,15 @@ def _check_flags(args: argparse.Namespace, features: FeatureFlags, has_reward: b
             "--write_pairs compares the scores of several answers: give --samples 2 or more, "
             "and a reward"
         )
+    if args.keep is not None:
+        PassBand.of(args.keep)
+    if (args.write_prompts is None) != (args.keep is None):
+        raise UserError("--write_prompts FILE and --keep LOW:HIGH need each other: give both")
+    if args.write_prompts is not None and (args.samples == 1 or not has_reward):
+        raise UserError(
+            "--write_prompts keeps prompts by the share of their sampled answers that pass: give"
+            " --samples 2 or more, and a reward"
+        )
     if args.write_best is not None and args.samples > 1 and not has_reward:
         raise UserError(
             "--write_best takes the answer with the best score: give a reward, or --samples 1"
@@ -167,6 +187,7 @@ def _evaluate(request: EvaluationRequest) -> None:
         "json": result_json,
         "write_best": partial(training_rows, is_pair=False),
         "write_pairs": partial(training_rows, is_pair=True),
+        "write_prompts": rows_in_band,
     }
     paths: dict[str, Path] = {}
     for name in file_contents:
@@ -181,7 +202,10 @@ def _evaluate(request: EvaluationRequest) -> None:
         paths[name] = path
     evaluated = evaluate_models(request)
     lines = response_lines(evaluated, request.args.show)
-    for line in lines + result_table(evaluated) + result_notes(evaluated):
+    lines += result_table(evaluated) + result_notes(evaluated)
+    if request.args.keep is not None:
+        lines.append(band_line(evaluated))
+    for line in lines:
         print(line)
     for name, path in paths.items():
         try:

@@ -118,7 +118,7 @@ def evaluate_models(request: EvaluationRequest) -> Evaluated:
         json.loads(row).get(MESSAGES, answered.prompt)
         for row, answered in zip(prompts[0]["row"], results[0].prompts, strict=True)
     ]
-    return Evaluated(flags, rewards is not None, results, asked)
+    return Evaluated(flags, rewards is not None, results, asked, list(prompts[0]["row"]))
 
 
 def _count_wins(results: Sequence[Result]) -> None:

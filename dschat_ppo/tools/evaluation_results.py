@@ -57,6 +57,7 @@ class Evaluated:
     scored: bool  # there is a reward
     results: list[Result]
     asked: list[str | Messages]  # the prompts of the first model, in the order of its responses
+    rows: list[str]  # the data row of each prompt, as `row_text`
 
 
 def metric_text(value: float | None) -> str:
@@ -202,4 +203,5 @@ def result_json(evaluated: Evaluated) -> str:
     """The evaluation as JSON; NaN becomes null."""
     fields = asdict(evaluated)
     del fields["asked"]  # `prompts` has them as text
+    del fields["rows"]
     return json.dumps(finite_or_null(fields), indent=1)

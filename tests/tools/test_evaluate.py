@@ -169,6 +169,22 @@ def test_the_best_and_the_worst_sampled_answer_become_rows(found, assets):
             evaluation_request([*alone, *words.split()])
 
 
+def test_rows_that_a_band_keeps_are_those_of_the_file(found, assets, tmp_path, monkeypatch, capsys):
+    lines = (assets / "prompts.jsonl").read_text().splitlines()[:PROMPTS]
+    path, flags = tmp_path / "band.jsonl", found.flags | {"keep": "0:1"}
+    monkeypatch.setattr(module, "evaluate_models", lambda request: replace(found, flags=flags))
+    words = ["--samples", "4", "--reward_function", "length"]
+    words += ["--write_prompts", str(path), "--keep", "0:1"]
+    assert main(words_of(assets, *words)) == 0
+    assert f"--keep 0:1: prompts below: 0, inside: {PROMPTS}, above: 0;" in capsys.readouterr().out
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row, line, answered in zip(
+        rows, lines, by_name(found, "/lm", "sampled").prompts, strict=True
+    ):
+        rate = sum(score >= 2.5 for score in answered.scores) / 4
+        assert row == json.loads(line) | {"pass_rate": rate}
+
+
 def test_several_data_sets_have_lines_of_their_own_in_the_table(found):
     rows = [replace(found.results[0].prompts[0], data_source=name) for name in "ab"]
     numbers = {"score": 0.5, "score/a": 0.25, "score/b": 0.75}

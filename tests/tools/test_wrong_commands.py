@@ -56,6 +56,26 @@ WRONG = [
         "--samples has no effect with --decoding greedy",
     ),
     ("evaluate", "--model a a --data_path d", "--model names a model twice"),
+    *(
+        (
+            "evaluate",
+            f"{TWO} --samples 2 --reward_function length --write_prompts f --keep {keep}",
+            f"--keep {keep}: expected LOW:HIGH from 0 to 1",
+        )
+        for keep in ("0.8:0.2", "0.2", "0.2:", "a:b", "0:1.5", "nan:1", "0:0.5:1")
+    ),
+    ("evaluate", f"{TWO} --write_prompts f", "--keep LOW:HIGH need each other"),
+    ("evaluate", f"{TWO} --keep 0:1", "--keep LOW:HIGH need each other"),
+    (
+        "evaluate",
+        f"{TWO} --reward_function length --write_prompts f --keep 0:1",
+        "give --samples 2 or more, and a reward",
+    ),
+    (
+        "evaluate",
+        f"{TWO} --samples 2 --write_prompts f --keep 0:1",
+        "give --samples 2 or more, and a reward",
+    ),
     ("evaluate", f"{TWO} --min_p 2", "--min_p must be a number from 0 to 1"),
     ("evaluate", f"{TWO} --actor_learning_rate 1", "unknown flag or value"),
     ("evaluate", f"{REAL} --json /", "name a file"),
