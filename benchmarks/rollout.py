@@ -30,10 +30,10 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.models.fast_layers import use_fast_layers
-from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
 from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
+from dschat_ppo.rollout.static_steps import StepRecorder
 from dschat_ppo.types import PromptBatch, repeat_rows, to_device
 
 ROWS = (32, 128)
@@ -87,10 +87,10 @@ def by_us(
     work: Workload,
     rows: int,
     sampling: SamplingParameters | None = None,
-    graphs: RolloutGraphs | None = None,
+    recorder: StepRecorder | None = None,
 ) -> None:
     """Continuous batching, including the log-probs of the sampled tokens; by default from the whole
-    distribution, and without CUDA graphs of earlier rollouts."""
+    distribution, and without recorded steps of earlier rollouts."""
     stopping = StoppingCriteria(int(work.answer_lengths.max()))
     how = GenerationConfig(sampling or SamplingParameters(), stopping, work.samples, rows)
     device = model.device
@@ -99,7 +99,7 @@ def by_us(
         seeds=row_seeds(0, len(work.answer_lengths), 0).to(device),
         limits=work.answer_lengths.to(device),
     )
-    rollout = generate(model, request, how, graphs=graphs)
+    rollout = generate(model, request, how, recorder=recorder)
     assert int(rollout.response_mask.sum()) == work.tokens
 
 

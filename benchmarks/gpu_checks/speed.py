@@ -29,9 +29,9 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PretrainedConfig, PreTrainedModel, Qwen2Config
 
 from dschat_ppo.common.phases import current_phase
+from dschat_ppo.features.cuda_graphs.step_recorders import RolloutGraphs
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.ppo.components import PPOComponents
-from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.run.process_group import init_process_group
 from dschat_ppo.types import repeat_rows
@@ -295,11 +295,11 @@ def steps(found: Findings, tiny: bool, algorithm: str) -> None:
         },
     )
     for step in range(1, STEPS + 1):
-        captured = ppo.collection.generator.graphs.recorder.captures
+        captured = ppo.collection.sampler.recorder.recorder.captures
         counter.tokens.clear()
         ppo.clock.take()
         ppo_step(ppo, work, step)
-        captured = ppo.collection.generator.graphs.recorder.captures - captured
+        captured = ppo.collection.sampler.recorder.recorder.captures - captured
         phases, _, peaks = ppo.clock.take()
         numbers = {
             "seconds": phases,
@@ -359,12 +359,12 @@ def of_rollout(config: PretrainedConfig, device: torch.device, tiny: bool) -> di
     )
     for lengths in (work.answer_lengths // 2, work.answer_lengths):
         graphs, part = RolloutGraphs(), replace(work, answer_lengths=lengths)
-        by_us(model, part, rows, graphs=graphs)
+        by_us(model, part, rows, recorder=graphs)
         captured = graphs.recorder.captures
         with profile(
             activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
         ) as profiler:
-            by_us(model, part, rows, graphs=graphs)
+            by_us(model, part, rows, recorder=graphs)
         events = profiler.key_averages()
         counts.append({event.key: event.count for event in events if event.key in WAITS})
     kernels = sum(

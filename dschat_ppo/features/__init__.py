@@ -14,6 +14,7 @@ from typing import Any
 
 FEATURES = (
     "averages",
+    "cuda_graphs",
     "distillation",
     "dynamic_sampling",
     "environments",

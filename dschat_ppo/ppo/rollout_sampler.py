@@ -27,10 +27,10 @@ from dschat_ppo.ppo.rollouts import (
 )
 from dschat_ppo.rollout.cache_memory import rows_for_memory
 from dschat_ppo.rollout.continuous_batching import Partner, never
-from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
 from dschat_ppo.rollout.generator import engine_text, generate
 from dschat_ppo.rollout.self_check import choose_engine
+from dschat_ppo.rollout.static_steps import new_recorder
 from dschat_ppo.types import PromptBatch, Rollout, select_rows, to_device
 
 
@@ -71,7 +71,7 @@ class RolloutSampler:
         self.pad_id = filler_id(tokenizer)
         self.seed = seed
         self.device = dist.device()
-        self.graphs = RolloutGraphs()
+        self.recorder = new_recorder()
         config = generation_config(flags, tokenizer, hybrid.model)
         if len(config.stopping.eos_ids) > 1:
             names = ", ".join(
@@ -88,7 +88,7 @@ class RolloutSampler:
                 model,
                 config,
                 hybrid.max_over_ranks,
-                self.graphs,
+                self.recorder,
                 has_partner=any_observes(extensions),
             )
             self.engine_text = engine_text(model, self.config, hybrid.max_over_ranks)
@@ -167,4 +167,6 @@ class RolloutSampler:
                 fewest = -max_over_ranks(-rows_for_memory(model, length))
                 config = replace(config, rows=fewest)
             request = RolloutRequest(batch, seeds.to(self.device))
-            return generate(model, request, config, max_over_ranks, cancelled, self.graphs, partner)
+            return generate(
+                model, request, config, max_over_ranks, cancelled, self.recorder, partner
+            )

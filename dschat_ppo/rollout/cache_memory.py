@@ -74,19 +74,11 @@ def pool_limits(model: PreTrainedModel, rows: int, length: int) -> tuple[int, in
 
 
 def _free_on_gpu(device: torch.device) -> tuple[int, int]:
-    """Free bytes, and those that the KV cache may take of them: prefill, CUDA graphs and libraries
-    need some."""
+    """Free bytes, and those that the KV cache may take of them: prefill, recorded steps and
+    libraries need some."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + unused
     return free, free - max(RESERVE_BYTES, int(RESERVE_SHARE * free))
-
-
-def release_if_short(device: torch.device, needed: int) -> None:
-    """Give cached memory back to the device if less than `needed` + `RESERVE_BYTES` is free there.
-    A CUDA graph needs its own memory, and the allocator gives nothing back for it when the device
-    has too little. (pytorch issue 159674)"""
-    if torch.cuda.mem_get_info(device)[0] < RESERVE_BYTES + needed:
-        torch.cuda.empty_cache()
 
 
 def warn_of_memory(before: int, after: int) -> None:

@@ -18,7 +18,6 @@ from dschat_ppo.common.progress import report_phase
 from dschat_ppo.models.backbone import has_states, last_logits_argument, position_arguments
 from dschat_ppo.rollout.attention import RolloutAttention, attention_replaced
 from dschat_ppo.rollout.cache_memory import warn_of_memory
-from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, StaticMemory
 from dschat_ppo.rollout.decode_kernels import CPUDecode, flash_decode
 from dschat_ppo.rollout.kv_cache import (
     DecodeMetadata,
@@ -33,6 +32,7 @@ from dschat_ppo.rollout.running_batches import RunningBatches, RunningRows, Sequ
 from dschat_ppo.rollout.running_pool import PooledRows, RunningPool
 from dschat_ppo.rollout.sampling import ASK_DEVICE, NucleusSearch
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
+from dschat_ppo.rollout.static_steps import StaticDecoder, StaticMemory
 from dschat_ppo.types import FinishReason
 
 MaxOverRanks = Callable[[int], int]
@@ -41,7 +41,7 @@ MAX_PREFILL_TOKENS = 8192  # of one forward pass
 # shorter prompts are copied for each sample; longer ones are read from one copy
 MIN_SHARED_TOKENS = 32
 MAX_EXTEND_PAIRS = 2**21  # of a token and a key that it attends to, in one pass over observations
-POLL = 8  # tokens between two checks for finished sequences, where steps are CUDA graphs
+POLL = 8  # tokens between two checks for finished sequences, where steps have fixed addresses
 CPU_POLL = 1  # the same with a partner on a CPU, where a check costs nothing
 
 
@@ -111,7 +111,7 @@ class ContinuousBatching:
         # longest prompts first; sequences of one prompt together
         self.waiting = np.argsort(-self.sequences.prompt_lengths, kind="stable")
         self.running: RunningBatches | RunningPool
-        self.graphed: GraphedDecoder | None = None
+        self.decoder: StaticDecoder | None = None
         if memory is None:
             self.running = RunningBatches(self.sequences, MIN_SHARED_TOKENS)
         else:
@@ -121,11 +121,11 @@ class ContinuousBatching:
             self.running = RunningPool(
                 self.sequences, memory.pool, memory.most_slots, poll, MIN_SHARED_TOKENS
             )
-            self.graphed = self._build_decoder(memory, poll)
+            self.decoder = self._build_decoder(memory, poll)
 
-    def _build_decoder(self, memory: StaticMemory, poll: int) -> GraphedDecoder:
+    def _build_decoder(self, memory: StaticMemory, poll: int) -> StaticDecoder:
         """The decode steps at the addresses of `memory`, `poll` tokens at a time."""
-        return GraphedDecoder(
+        return StaticDecoder(
             self._generate_tokens,
             self.sequences.prompt_lengths,
             memory,
@@ -166,7 +166,7 @@ class ContinuousBatching:
                 self.attention.metadata = []
         finally:
             # it refers to this object and the cache: the cycle would keep the memory for a while
-            self.graphed = None
+            self.decoder = None
 
     def _unfinished(self) -> int:
         """How many sequences are not finished."""
@@ -209,7 +209,7 @@ class ContinuousBatching:
         samples = self.buffers.samples
         free = self.rows - len(running)
         usual = self.rows
-        if self.graphed is not None:
+        if self.decoder is not None:
             usual = len(running)  # a pool may have slots for fewer rows
         worthwhile = min(max(4, usual // 8, samples), self.rows, len(self.waiting))
         if not len(self.waiting) or free < worthwhile:
@@ -250,12 +250,12 @@ class ContinuousBatching:
 
     def _decode_pool(self, running: RunningPool) -> None:
         """Generate a poll of tokens for each active row of a pool, by steps at fixed addresses."""
-        assert self.graphed is not None
+        assert self.decoder is not None
         self._reserve_slots(running)
         rows = running.active
         if not len(rows):
             return
-        finished = self.graphed.run(rows, self.rows)
+        finished = self.decoder.run(rows, self.rows)
         finished = finished | self._find_stop_strings(rows, running.poll)
         if self.partner is None:
             running.advance(finished, running.poll)

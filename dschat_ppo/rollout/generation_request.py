@@ -24,8 +24,8 @@ class GenerationConfig:
 
     `rows` sequences run at a time, 0 = as many as memory allows, up to `MAX_ROWS` or
     `MAX_ROWS_GPU`. `prepack` lays the weights out for few rows (on a CPU), at the cost of their
-    memory. `static` runs decode steps at fixed addresses, as CUDA graphs on a GPU (None: on a GPU,
-    unless forward passes are collective).
+    memory. `static` runs decode steps at fixed addresses (None: on a GPU, unless forward passes are
+    collective).
     """
 
     sampling: SamplingParameters

@@ -21,17 +21,17 @@ from dschat_ppo.rollout.continuous_batching import (
     Partner,
     never,
 )
-from dschat_ppo.rollout.cuda_graphs import RolloutGraphs, StaticMemory
 from dschat_ppo.rollout.decode_kernels import flash_decode
 from dschat_ppo.rollout.fused_layers import can_prepack, fp32_logits, fused
 from dschat_ppo.rollout.generation_request import ENGINES, GenerationConfig, RolloutRequest
 from dschat_ppo.rollout.kv_cache import SPARE, KVCache
 from dschat_ppo.rollout.padded_batches import PaddedBatches
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
+from dschat_ppo.rollout.static_steps import StaticMemory, StepRecorder, new_recorder
 from dschat_ppo.rollout.turn_by_turn import generate_turn_by_turn
 from dschat_ppo.types import Rollout, repeat_rows
 
-WIDTH_STEP = 64  # of prompts, so that buffers and graphs of one rollout fit the next
+WIDTH_STEP = 64  # of prompts, so that buffers of one rollout fit the next
 
 
 def generate(
@@ -40,7 +40,7 @@ def generate(
     config: GenerationConfig,
     max_over_ranks: MaxOverRanks | None = None,
     cancelled: Callable[[], bool] = never,
-    graphs: RolloutGraphs | None = None,
+    recorder: StepRecorder | None = None,
     partner: Partner | None = None,
 ) -> Rollout:
     """Sample responses, padded to the longest. A response depends on its prompt, its seed and the
@@ -56,7 +56,7 @@ def generate(
             the same number of passes.
         cancelled: called before each token (static steps: each poll). Once it returns True, this
             rank generates no more tokens, and unfinished responses have none.
-        graphs: CUDA graphs of all rollouts of a run; None: of this one.
+        recorder: of decode steps, for all rollouts of a run; None: for this one.
         partner: lets responses go on; limits then count all tokens after the prompt.
     """
     is_static = _is_static(model, config, max_over_ranks, partner, request.on_gpu)
@@ -66,7 +66,7 @@ def generate(
         if max_over_ranks is None:
             stack.enter_context(_fewer_operations(model, config, request.on_gpu))
         if is_static:
-            return _generate_static(model, request, config, cancelled, graphs, partner)
+            return _generate_static(model, request, config, cancelled, recorder, partner)
         buffers = SequenceBuffers(request, config, vocabulary_size(model), slack=1)
         rows = min(config.rows or rows_for_memory(model, buffers.width), buffers.count)
         if config.engine == "continuous":
@@ -139,28 +139,28 @@ def _generate_static(
     request: RolloutRequest,
     config: GenerationConfig,
     cancelled: Callable[[], bool],
-    graphs: RolloutGraphs | None,
+    recorder: StepRecorder | None,
     partner: Partner | None,
 ) -> Rollout:
-    """Continuous batching with decode steps at fixed addresses; `graphs` records them, or reuses
-    those that it kept."""
-    if request.on_gpu and graphs is None:
-        graphs = RolloutGraphs()
+    """Continuous batching with decode steps at fixed addresses, for which the `recorder` may
+    have kept the memory."""
+    if request.on_gpu and recorder is None:
+        recorder = new_recorder()
     if partner is not None and not request.on_gpu:
-        graphs = None
+        recorder = None
     key = (config, len(request.seeds))
     memory = None
-    if graphs is not None:
-        memory = graphs.take(key, request.prompts.prompt_ids.shape[1], model)
+    if recorder is not None:
+        memory = recorder.take(key, request.prompts.prompt_ids.shape[1], model)
     if memory is not None:
         memory.buffers.fill(request)
     else:
-        memory = _new_static_memory(model, request, config, graphs, key)
+        memory = _new_static_memory(model, request, config, recorder, key)
     rows = memory.entries.shape[1]
     engine = ContinuousBatching(model, memory.buffers, rows, None, cancelled, memory, partner)
     engine.run()
-    if graphs is not None and engine.rows == rows:  # else memory ran out; the rows were halved
-        graphs.keep(key, model, memory)
+    if recorder is not None and engine.rows == rows:  # else memory ran out; the rows were halved
+        recorder.keep(key, model, memory)
     return memory.buffers.rollout()
 
 
@@ -168,22 +168,20 @@ def _new_static_memory(
     model: PreTrainedModel,
     request: RolloutRequest,
     config: GenerationConfig,
-    graphs: RolloutGraphs | None,
+    recorder: StepRecorder | None,
     key: Hashable,
 ) -> StaticMemory:
-    """The memory of decode steps at fixed addresses. With `graphs` the columns for prompts are
+    """The memory of decode steps at fixed addresses. With a `recorder` the columns for prompts are
     rounded up, and the pool has the capacity that the last rollout with this `key` needed."""
     prompt_width = request.prompts.prompt_ids.shape[1]
-    if graphs is not None:
+    if recorder is not None:
         prompt_width = -(-prompt_width // WIDTH_STEP) * WIDTH_STEP
     buffers = SequenceBuffers(request, config, vocabulary_size(model), POLL, prompt_width)
     most_rows = min(config.rows, buffers.count)
     rows, slots = pool_limits(model, most_rows, buffers.width)
     capacity = SPARE + 1
-    recorder = None
-    if graphs is not None:
-        capacity = graphs.capacity(key, slots)
-        recorder = graphs.recorder
+    if recorder is not None:
+        capacity = recorder.capacity(key, slots)
     pool = KVCache(1, capacity)
     return StaticMemory(buffers, pool, min(rows, buffers.count), slots, recorder)
 
@@ -202,11 +200,9 @@ def engine_text(
             descriptions.append("compiled attention")
         else:
             descriptions.append("PyTorch attention")
-        if weight.is_cuda:
-            if has_whole_weights and not has_states(model.config):
-                descriptions.append("CUDA graphs")
-            else:
-                descriptions.append("no CUDA graphs")
+        recorder = new_recorder()
+        if weight.is_cuda and recorder is not None:
+            descriptions.append(recorder.text(has_whole_weights and not has_states(model.config)))
     if config.prepack and has_whole_weights and can_prepack(model):
         descriptions.append("prepacked weights")
     if has_whole_weights:

@@ -25,7 +25,6 @@ from dschat_ppo.models.backbone import (
 from dschat_ppo.models.wrapped_models import vocabulary_size
 from dschat_ppo.rollout.attention import RolloutAttention, attention_replaced
 from dschat_ppo.rollout.continuous_batching import MaxOverRanks, Partner
-from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.generation_request import (
     ENGINES,
     EngineName,
@@ -35,6 +34,7 @@ from dschat_ppo.rollout.generation_request import (
 from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.kv_cache import KVCache, PrefillMetadata, RolloutCache
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
+from dschat_ppo.rollout.static_steps import StepRecorder
 from dschat_ppo.types import PromptBatch, Rollout, full_sequences, response_slots
 
 _log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def choose_engine(
     model: PreTrainedModel,
     config: GenerationConfig,
     max_over_ranks: MaxOverRanks | None = None,
-    graphs: RolloutGraphs | None = None,
+    recorder: StepRecorder | None = None,
     has_partner: bool = False,
 ) -> GenerationConfig:
     """The configuration with the first of `ENGINES`, from its own on, that passes the self-check on
@@ -92,7 +92,7 @@ def choose_engine(
     remaining = engines[engines.index(config.engine) :]
     for engine in remaining:
         difference, reason = check_engine(
-            model, config, engine, max_over_ranks, graphs, has_partner
+            model, config, engine, max_over_ranks, recorder, has_partner
         )
         result = reason or f"log-probs within {difference:.1e}"
         if not reason and difference <= tolerance:
@@ -122,7 +122,7 @@ def check_engine(
     config: GenerationConfig,
     engine: EngineName,
     max_over_ranks: MaxOverRanks | None = None,
-    graphs: RolloutGraphs | None = None,
+    recorder: StepRecorder | None = None,
     has_partner: bool = False,
 ) -> tuple[float, str]:
     """Generate greedy tokens from a few random prompts, and dialogues if it `has_partner`; compare
@@ -157,7 +157,7 @@ def check_engine(
         differences: list[Tensor] = []
         for test_config, partner in tests:
             rollout = generate(
-                model, request, test_config, max_over_ranks, graphs=graphs, partner=partner
+                model, request, test_config, max_over_ranks, recorder=recorder, partner=partner
             )
             differences += _greedy_differences(model, rollout)
         largest = torch.cat(differences).max()

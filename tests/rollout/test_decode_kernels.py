@@ -19,12 +19,12 @@ from dschat_ppo.models.wrapped_models import vocabulary_size
 from dschat_ppo.rollout import decode_kernels, fused_layers
 from dschat_ppo.rollout.attention import attention_replaced
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching
-from dschat_ppo.rollout.cuda_graphs import Bucket, StaticMemory
 from dschat_ppo.rollout.decode_kernels import FlashDecode, _products, flash_segments
 from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
 from dschat_ppo.rollout.kv_cache import KVCache, PrefillMetadata
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
+from dschat_ppo.rollout.static_steps import Bucket, StaticMemory
 from dschat_ppo.types import PromptBatch
 
 VIEWS = set(
@@ -78,7 +78,7 @@ def counts_of(
             engine.cache,
         )
         with Kernels() as kernels:
-            engine.graphed._advance(Bucket(ROWS, 64, shares, False))
+            engine.decoder._advance(Bucket(ROWS, 64, shares, False))
     assert engine.attention.reads_all_slots is not bool(kernels.counts["_flash_attention_forward"])
     return kernels.counts
 

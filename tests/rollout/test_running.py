@@ -15,13 +15,13 @@ from transformers import PretrainedConfig
 
 from dschat_ppo.rollout import continuous_batching, running_batches, running_pool
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching
-from dschat_ppo.rollout.cuda_graphs import StaticMemory
 from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
 from dschat_ppo.rollout.kv_cache import SPARE, KVCache, PooledMetadata, PrefillMetadata
 from dschat_ppo.rollout.running_batches import MAX_BATCHES, RunningBatches, Sequences
 from dschat_ppo.rollout.running_pool import FreeSlots, RunningPool
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
+from dschat_ppo.rollout.static_steps import StaticMemory
 from dschat_ppo.types import PromptBatch
 
 # tokens of an answer; of a poll and a segment; for which a new one has slots

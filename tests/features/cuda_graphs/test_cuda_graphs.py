@@ -1,34 +1,25 @@
-"""Decode steps at fixed addresses, whose rows share a KV pool, and graphs of them on a stand-in for
-a GPU."""
+"""Graphs of decode steps at fixed addresses, on a stand-in for a GPU."""
 
 import gc
 from functools import cache
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from fake_graphs import FakeDevice, FakeGraph
 from generation import assert_same, warnings_of
 from generation import run as run_on
-from test_flash_decode import LoopingKernel, flash_with
+from pooled_runs import LITTLE, pooled, small_segments  # noqa: F401
+from rollout.test_flash_decode import LoopingKernel, flash_with
 from tiny_models import LENGTHS, new_model
 from torch import Tensor
 
 from dschat_ppo.cpu_kernels import operations
-from dschat_ppo.rollout import (
-    continuous_batching,
-    cuda_graphs,
-    decode_kernels,
-    generator,
-    running_batches,
-    running_pool,
-)
-from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, RolloutGraphs, StaticMemory, row_bucket
+from dschat_ppo.features.cuda_graphs.step_recorders import RolloutGraphs
+from dschat_ppo.rollout import continuous_batching, decode_kernels, generator, static_steps
 from dschat_ppo.rollout.decode_kernels import KeySegments
 from dschat_ppo.rollout.kv_cache import KVCache
-from dschat_ppo.rollout.running_pool import PooledRows, RunningPool
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
+from dschat_ppo.rollout.static_steps import StaticDecoder
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
 SAMPLINGS = {
@@ -37,75 +28,6 @@ SAMPLINGS = {
     "penalty": SamplingParameters(temperature=0.9, repetition_penalty=1.3),
     "penalised nucleus": SamplingParameters(1.5, top_p=0.95, repetition_penalty=1.5),
 }
-
-
-def test_buckets_of_rows():
-    counts = (1, 4, 5, 16, 17, 32, 33, 64, 65, 700)
-    assert [row_bucket(n, 700) for n in counts] == [4, 4, 16, 16, 32, 32, 64, 64, 128, 700]
-    assert [row_bucket(n, 3) for n in (1, 3)] == [3, 3]
-
-
-@pytest.mark.parametrize("prefix", [0, 4])
-def test_idle_and_finished_entries_write_to_spare_places(prefix):
-    """5 of 7 rows are running, in a bucket of 7 entries, 3 tokens at a time; row 1 finishes with
-    its second token."""
-    seen, spare = [], 99
-
-    def step(sequences, positions, metadata, search):
-        (batch,) = metadata
-        parts = (
-            sequences,
-            positions,
-            batch.offsets,
-            batch.starts,
-            batch.prefix_starts,
-            batch.prefix_lengths,
-        )
-        seen.append([part.tolist() for part in parts])
-        assert (batch.first, batch.count, batch.cache.capacity, batch.prefix) == (0, 7, 50, None)
-        assert batch.length == 256 and batch.shares is (prefix > 0)
-        assert search.tokens == cuda_graphs.NUCLEUS_STATIC and not search.overflow.any()
-        finished = torch.zeros(7, dtype=torch.bool)
-        finished[1] = len(seen) == 2
-        return finished
-
-    buffers, row = (
-        SimpleNamespace(count=spare, width=600, is_end=[], token_ids=torch.zeros(0)),
-        np.arange(5),
-    )
-    memory = StaticMemory(buffers, KVCache(1, 50), 9, 50)
-    # row n has its own slots from 10 n + 1 on; all share `prefix` tokens from slot 45 on
-    rows = PooledRows(
-        20 + row,
-        6 + row,
-        row * 0 + prefix,
-        row * 0 + 45 * (prefix > 0),
-        10 * row + 1,
-        row * 0 + 10,
-        row * 0,
-    )
-    decoder = GraphedDecoder(step, np.full(spare, 2), memory, 3, lambda: True)
-    assert decoder.run(rows, 7).tolist() == [False, True, False, False, False]
-    idle = [(spare, 0, 0, 0, 0, 0)] * 2
-    for number, parts in enumerate(seen):
-        expected = [
-            (
-                20 + row,
-                6 + row + number,
-                6 + row + number - prefix,
-                10 * row + 1,
-                45 * (prefix > 0),
-                prefix,
-            )
-            for row in range(5)
-        ]
-        if number == 2:
-            expected[1] = idle[0]
-        assert list(zip(*parts, strict=True)) == expected + idle
-    assert len(seen) == 3
-
-
-# Graphs
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +53,7 @@ def run(
 ):
     stopping = StoppingCriteria(tokens, eos_ids=ends)
     return run_on(
-        model, lengths, SAMPLINGS[sampling], stopping, graphs=graphs, rows=rows, static=True
+        model, lengths, SAMPLINGS[sampling], stopping, recorder=graphs, rows=rows, static=True
     )
 
 
@@ -161,13 +83,13 @@ def test_replayed_steps_equal_those_of_python(model, sampling, device, caplog):
 
 def test_one_graph_is_captured_for_each_bucket_of_all_rollouts(device, monkeypatch):
     """From 40 rows to none: buckets of 40, 32, 16 and 4 rows."""
-    steps, original = [], GraphedDecoder._advance
+    steps, original = [], StaticDecoder._advance
 
     def counting(self, bucket):
         steps.append(bucket.rows)
         original(self, bucket)
 
-    monkeypatch.setattr(GraphedDecoder, "_advance", counting)
+    monkeypatch.setattr(StaticDecoder, "_advance", counting)
     graphs, lengths = RolloutGraphs(), tuple(1 + n % 9 for n in range(40))
     for _ in range(2):
         run(graphs, rows=40, lengths=lengths, tokens=48)
@@ -226,29 +148,22 @@ def test_a_capture_that_runs_out_of_memory_halves_the_rows(breaks, device, caplo
     assert (device.attempts == 1) is breaks
 
 
-@pytest.mark.parametrize(
-    ("sampling", "recorded"),
-    [
-        ("truncated", True),
-        ("penalised nucleus", True),
-        ("penalised nucleus", False),
-    ],
-)
+@pytest.mark.parametrize("sampling", ["truncated", "penalised nucleus"])
 def test_a_nucleus_larger_than_what_a_step_searches_gives_the_same_answers(
-    sampling, recorded, device, monkeypatch
+    sampling, device, monkeypatch
 ):
     """Steps search 4 of 48 tokens. Two polls are repeated, and later ones search all tokens at
     once."""
     expected = without_graphs(sampling=sampling, tokens=40)
-    whole, original = [], GraphedDecoder._generate
+    whole, original = [], StaticDecoder._generate
 
     def noting(self, rows, most_rows, searches_all):
         whole.append(searches_all)
         return original(self, rows, most_rows, searches_all)
 
-    monkeypatch.setattr(GraphedDecoder, "_generate", noting)
-    monkeypatch.setattr(cuda_graphs, "NUCLEUS_STATIC", 4)
-    assert_same(run(RolloutGraphs() if recorded else None, sampling, tokens=40), expected, atol=0)
+    monkeypatch.setattr(StaticDecoder, "_generate", noting)
+    monkeypatch.setattr(static_steps, "NUCLEUS_STATIC", 4)
+    assert_same(run(RolloutGraphs(), sampling, tokens=40), expected, atol=0)
     assert whole[:4] == [False, True, False, True] and len(whole) > 6 and all(whole[4:])
 
 
@@ -263,7 +178,7 @@ def model():
 
 def rollout(model, graphs, lengths, sampling=PENALTY, **how):
     stopping = StoppingCriteria(20, eos_ids=(3, 5), min_new_tokens=2)
-    return run_on(model, lengths, sampling, stopping, graphs=graphs, rows=5, static=True, **how)
+    return run_on(model, lengths, sampling, stopping, recorder=graphs, rows=5, static=True, **how)
 
 
 def test_graphs_of_one_rollout_serve_the_next(device, model):
@@ -346,97 +261,6 @@ def test_no_garbage_is_collected_while_a_graph_is_recorded(fails, device, monkey
 
 # The pool
 
-PROMPTS = (1, 9, 30, 5, 17, 12)
-BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4  # keys and values of 2 layers, 2 heads of 8 numbers
-
-
-@pytest.fixture
-def largest(monkeypatch) -> list[int]:
-    """Bytes of the pool after each write."""
-    sizes, original = [0], KVCache.layer
-
-    def watching(self, *args):
-        found = original(self, *args)
-        sizes.append(self.nbytes)
-        return found
-
-    monkeypatch.setattr(KVCache, "layer", watching)
-    return sizes
-
-
-def test_answers_much_shorter_than_the_longest_possible_one_take_little_memory(largest):
-    """64 prompts of 30 to 64 tokens; the answers have 50 of 1,024 tokens, some up to 150."""
-    model = new_model("llama", max_position_embeddings=2048)
-    lengths, tokens = tuple(30 + n % 35 for n in range(64)), 1024
-    stopping = StoppingCriteria(tokens, eos_ids=(3,))
-    rollout = run_on(model, lengths, SamplingParameters(50.0), stopping, rows=64, static=True)
-    answers = rollout.response_mask.sum(dim=1)
-    assert 30 < answers.float().mean() < 70 and answers.max() > 100
-    # for the longest prompt and answer
-    reserved = 64 * (64 + tokens + continuous_batching.POLL + 2) * BYTES_PER_TOKEN
-    assert 0 < max(largest) < 0.3 * reserved
-
-
-def decode(rows):
-    return ["".join(chr(97 + token // 7) + chr(65 + token % 7) for token in row) for row in rows]
-
-
-STOPPING = {
-    "eos": StoppingCriteria(30, eos_ids=(3, 8)),
-    "stop strings": StoppingCriteria(30, eos_ids=(3,), stop_strings=("Ab", "dC"), decode=decode),
-}
-LITTLE = {"ample": 10**6, "little": 110, "one long row": 0}
-
-
-@pytest.fixture
-def small_segments(monkeypatch) -> None:
-    """Segments that fill up in the middle of an answer, and shared prompts of 8 tokens."""
-    monkeypatch.setattr(running_pool, "FIRST_TOKENS", 5)
-    monkeypatch.setattr(running_batches, "GROWTH", 4)
-    monkeypatch.setattr(continuous_batching, "MIN_SHARED_TOKENS", 8)
-
-
-def pooled(samples=1, stopping="eos", model="llama", sampling=None, static=True, graphs=None):
-    sampling, how = (
-        sampling or SamplingParameters(1.3, repetition_penalty=1.2),
-        {"rows": 6, "static": static},
-    )
-    return run_on(
-        model, PROMPTS, sampling, STOPPING[stopping], graphs=graphs, samples=samples, **how
-    )
-
-
-@pytest.mark.parametrize(
-    ("model", "samples", "stopping", "slots"),
-    [
-        ("llama", 3, "eos", "ample"),
-        ("llama", 3, "stop strings", "little"),
-        ("mistral-window", 3, "eos", "little"),
-        *(
-            pytest.param(*case, marks=pytest.mark.release)
-            for case in (
-                ("llama", 1, "eos", "little"),
-                ("llama", 3, "eos", "little"),
-                ("gpt2", 3, "eos", "one long row"),
-            )
-        ),
-    ],
-)
-def test_the_answers_do_not_depend_on_the_memory(
-    model, samples, stopping, slots, small_segments, monkeypatch
-):
-    expected = pooled(samples, stopping, model, static=False)
-    preempted, original = [], RunningPool.stop_for_slots
-    monkeypatch.setattr(
-        RunningPool,
-        "stop_for_slots",
-        lambda self: preempted.append(original(self)) or preempted[-1],
-    )
-    monkeypatch.setattr(generator, "pool_limits", lambda *_: (6, LITTLE[slots]))
-    assert_same(pooled(samples, stopping, model), expected)
-    if model == "llama" and samples == 3:
-        assert any(preempted) is (slots == "little")
-
 
 @torch.library.custom_op("tests::looping_kernel", mutates_args=())
 def looping_kernel(
@@ -458,6 +282,7 @@ def one_operator(query, keys, values, segments, scale):
     return looping_kernel(query, keys, values, *segments, scale)
 
 
+@pytest.mark.usefixtures("small_segments")
 @pytest.mark.parametrize(
     ("samples", "slots", "kernel"),
     [
@@ -466,9 +291,7 @@ def one_operator(query, keys, values, segments, scale):
         pytest.param(3, "ample", "flash", marks=pytest.mark.release),
     ],
 )
-def test_graphs_stay_right_while_rows_move_and_the_pool_grows(
-    samples, slots, kernel, small_segments, monkeypatch
-):
+def test_graphs_stay_right_while_rows_move_and_the_pool_grows(samples, slots, kernel, monkeypatch):
     """A graph is captured again only after the pool has grown."""
     expected = pooled(samples=samples, static=False)
     if kernel == "flash":
@@ -485,16 +308,17 @@ def test_graphs_stay_right_while_rows_move_and_the_pool_grows(
 
     monkeypatch.setattr(KVCache, "move_slots", noting)
     device, graphs = FakeDevice(monkeypatch), RolloutGraphs()
-    assert_same(pooled(samples=samples, graphs=graphs), expected)
+    assert_same(pooled(samples=samples, recorder=graphs), expected)
     assert growths and moves and device.replays
     assert graphs.recorder.captures <= 4 * len(growths) * samples
 
 
-def test_later_rollouts_find_a_pool_that_is_large_enough(small_segments, monkeypatch):
+@pytest.mark.usefixtures("small_segments")
+def test_later_rollouts_find_a_pool_that_is_large_enough(monkeypatch):
     """The second one records buckets again that the first one used before its pool was as large."""
     FakeDevice(monkeypatch)
     graphs = RolloutGraphs()
-    first, captures = pooled(graphs=graphs), []
+    first, captures = pooled(recorder=graphs), []
     capacities, original = [], KVCache.move_slots
     monkeypatch.setattr(
         KVCache,
@@ -502,28 +326,6 @@ def test_later_rollouts_find_a_pool_that_is_large_enough(small_segments, monkeyp
         lambda self, *args: capacities.append(args[2]) or original(self, *args),
     )
     for _ in range(2):
-        assert_same(pooled(graphs=graphs), first)
+        assert_same(pooled(recorder=graphs), first)
         captures.append(graphs.recorder.captures)
     assert len(set(capacities)) == len(set(captures)) == 1
-
-
-def test_the_model_steps_wait_for_the_device_once_in_a_poll(small_segments, monkeypatch):
-    """Rows that move, and rows that go back to the queue, need no answer of the device either."""
-    monkeypatch.setattr(generator, "pool_limits", lambda *_: (6, LITTLE["little"]))
-    answers, inside, step = [], [], continuous_batching.ContinuousBatching._step
-    for name in ("cpu", "item", "tolist", "__bool__"):
-        original = getattr(torch.Tensor, name)
-        monkeypatch.setattr(
-            torch.Tensor,
-            name,
-            lambda self, *args, original=original: answers.append(1) or original(self, *args),
-        )
-
-    def counting(self):
-        before = len(answers)
-        step(self)
-        inside.append(len(answers) - before)
-
-    monkeypatch.setattr(continuous_batching.ContinuousBatching, "_step", counting)
-    pooled(samples=3, sampling=SamplingParameters())
-    assert len(inside) > 5 and set(inside) == {1}

@@ -24,7 +24,7 @@ def run(  # noqa: PLR0913
     seeds=None,
     limits=None,
     max_over_ranks=None,
-    graphs=None,
+    recorder=None,
     partner=None,
     **how,
 ) -> Rollout:
@@ -36,7 +36,7 @@ def run(  # noqa: PLR0913
     seeds = torch.arange(len(prompts.prompt_ids) * config.samples) if seeds is None else seeds
     model = model_of(model) if isinstance(model, str) else model
     request = RolloutRequest(prompts, seeds, limits)
-    return generate(model, request, config, max_over_ranks, graphs=graphs, partner=partner)
+    return generate(model, request, config, max_over_ranks, recorder=recorder, partner=partner)
 
 
 def assert_same(found: Rollout, expected: Rollout, atol: float = 2e-5) -> None:

@@ -1,0 +1,1 @@
+"""CUDA graphs: on a GPU, decode steps of rollouts are recorded once and replayed."""
