@@ -8,8 +8,8 @@ import torch
 from fake_graphs import FakeDevice, FakeGraph
 from generation import assert_same, warnings_of
 from generation import run as run_on
+from looping_kernel import LoopingKernel, flash_with
 from pooled_runs import LITTLE, pooled, small_segments  # noqa: F401
-from rollout.test_flash_decode import LoopingKernel, flash_with
 from tiny_models import LENGTHS, new_model
 from torch import Tensor
 
