@@ -8,18 +8,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FurtherModel:
-    """A policy that does not train, with the tokenizer of the model that does."""
+    """A policy that does not train."""
 
     role: str  # as in `StepConfig.models`
     flag: str  # that names it
     name: str  # its folder or hub name
     sources: Sequence[str] = ()  # data sources of the rows that it is for; empty: all rows
     offload: bool = False  # its parameters are in host memory
+    # False: texts are encoded for it by a tokenizer of its own
+    reads_tokens_of_actor: bool = True
 
     @property
     def label(self) -> str:
-        """The flag with the sources, in the inputs of a run."""
-        return " ".join([self.flag, *self.sources])
+        """The flag with what tells it from others of the flag, in the inputs of a run."""
+        words = [self.flag, *self.sources]
+        if not self.reads_tokens_of_actor:
+            words.append(self.name)
+        return " ".join(words)
 
 
 @dataclass(frozen=True)

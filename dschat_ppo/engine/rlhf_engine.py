@@ -187,8 +187,11 @@ class RLHFEngine:
             )
             engines[model.role] = self._build_forward_only(policy, ds_config)
         if config.compares_distributions:
-            policies = [self.actor, self.reference, *engines.values()]
-            require_whole_distributions([engine for engine in policies if engine is not None])
+            compared = [self.actor, self.reference]
+            for model in config.further_models:
+                if model.reads_tokens_of_actor:
+                    compared.append(engines[model.role])
+            require_whole_distributions([engine for engine in compared if engine is not None])
         return engines
 
     def _build_critic(self, base: PreTrainedModel | None) -> Engine | None:

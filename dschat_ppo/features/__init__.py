@@ -18,6 +18,7 @@ FEATURES = (
     "distillation",
     "dynamic_sampling",
     "environments",
+    "judges",
     "lora",
     "muon",
     "process_rewards",

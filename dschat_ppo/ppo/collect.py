@@ -238,6 +238,7 @@ class ExperienceCollection:
         }
         for extension in self.sampler.extensions:
             self.metrics |= extension.take_metrics()
+        self.metrics |= self.requests.mixture.take_metrics()
         self.metrics |= {
             f"reward/{name}": mean for name, mean in number_means(self._score_numbers).items()
         }

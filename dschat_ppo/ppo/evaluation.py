@@ -284,6 +284,8 @@ class Evaluation:
         pass_score = self.flags.eval_pass_score
         metrics = summary(rows, pass_score) | summary_by_data_set(rows, pass_score)
         metrics["eval/function_faults"] = float(faults)
+        for name, value in self.requests.mixture.take_metrics().items():
+            metrics[f"eval/{name}"] = value
         problem = None
         if dist.is_main():
             problem = self._write(rows, step)

@@ -41,7 +41,7 @@ from dschat_ppo.ppo.rollouts import reward_sources_of, start_extensions
 from dschat_ppo.ppo.samples import Samples
 from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.ppo.step_report import PPOReport
-from dschat_ppo.rewards.build_rewards import build_sources
+from dschat_ppo.rewards.build_rewards import build_sources, sources_with_models
 from dschat_ppo.rewards.learned_reward import ModelReward, model_reward, saved_entries
 from dschat_ppo.rewards.reward_source import RewardMixture
 from dschat_ppo.run.model_card import model_card
@@ -121,7 +121,10 @@ def build_components(
     extensions = start_extensions(
         config, tokenizer, config.ppo.max_prompt_seq_len, resumable_output, at_end
     )
-    rewards = build_sources(config.rewards, learned, reward_sources_of(extensions))
+    models = sources_with_models(
+        config, engines.frozen, begun.folders.further, begun.plan.micro_batch_tokens
+    )
+    rewards = build_sources(config.rewards, learned, [*reward_sources_of(extensions), *models])
     at_end.enter_context(closing(rewards))
     return PPOComponents(config, begun.plan, begun.data, engines, rewards, extensions)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.processes import deny_access_to_memory
 from dschat_ppo.config.ppo_flags import RewardSourceFlags
+from dschat_ppo.config.step_config import HasFeatures
 from dschat_ppo.data.examples import TRUTH
 from dschat_ppo.errors import UserError
 from dschat_ppo.features import hooks
@@ -17,6 +18,7 @@ from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, par
 from dschat_ppo.rewards.remote_reward import RemoteReward, usable_urls
 from dschat_ppo.rewards.reward_source import DATA_SOURCE, RewardMixture, RewardSource, is_routed_to
 from dschat_ppo.rewards.sandbox import Limits, isolation
+from dschat_ppo.types import Model
 
 MOST_ROWS = 2000  # that `check_routes` reads
 MOST_NAMED = 8  # data sources that a message lists
@@ -163,6 +165,27 @@ def check_routes(
                     f"{flag}: none of {count} training prompts has the data source '{source}', but:"
                     f" {listed}"
                 )
+
+
+def sources_with_models(
+    config: HasFeatures,
+    frozen: Callable[[str], Model],
+    folders: Mapping[str, str],
+    batch_tokens: int,
+) -> list[tuple[RewardSource, float]]:
+    """The reward sources of features that score with models of the run, with their weights. A
+    feature offers `reward_sources.sources_of` with these arguments.
+
+    Args:
+        config: the flags.
+        frozen: role -> the model of that role, which does not train.
+        folders: role -> local folder, of the models that features add.
+        batch_tokens: most tokens of a forward pass.
+    """
+    sources: list[tuple[RewardSource, float]] = []
+    for sources_of in hooks("reward_sources.sources_of"):
+        sources += sources_of(config, frozen, folders, batch_tokens)
+    return sources
 
 
 def build_sources(

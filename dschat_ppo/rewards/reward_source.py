@@ -166,6 +166,15 @@ class HasWorkers(Protocol):
         """End the worker processes."""
 
 
+@runtime_checkable
+class Measures(Protocol):
+    """A reward source with metrics of its own."""
+
+    def take_metrics(self, name: str) -> dict[str, float]:
+        """Metrics of all ranks since the last call; `name`: of the source in the run.
+        Collective."""
+
+
 @dataclass(frozen=True)
 class Scores:
     """Scores of B responses, on the device of the rollout."""
@@ -356,6 +365,14 @@ class RewardMixture:
                 " --reward_function or the data_source of the rows"
             )
         return FailedRows(faults, unscored)
+
+    def take_metrics(self) -> dict[str, float]:
+        """What sources measured since the last call, of all ranks. Collective."""
+        metrics = dict[str, float]()
+        for name, (source, _) in zip(self.names, self.sources, strict=True):
+            if isinstance(source, Measures):
+                metrics |= source.take_metrics(name)
+        return metrics
 
     def close(self) -> None:
         """End the worker processes of all sources."""

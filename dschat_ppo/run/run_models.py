@@ -81,6 +81,10 @@ def check_further_models(
     """
     for model in config.further_models:
         folder = folders[model.role]
-        check_same_tokens(config, model.flag, folder, tokenizer, longest, limits)
+        if model.reads_tokens_of_actor:
+            check_same_tokens(config, model.flag, folder, tokenizer, longest, limits)
+        else:  # its rows have other lengths
+            model_tokenizer = read_tokenizer(folder, model.flag)
+            check_language_model(config, model.flag, folder, model_tokenizer, 1, limits)
         for check_further_model in hooks("checks.check_further_model"):
             check_further_model(model, folder, read_tokenizer(folder, model.flag), tokenizer)

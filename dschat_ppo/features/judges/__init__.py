@@ -1,0 +1,1 @@
+"""Judges: frozen language models of the run that score responses."""

@@ -1,0 +1,68 @@
+"""Flags of judges."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from dschat_ppo.config.schema import check_values, flag, require_used
+from dschat_ppo.config.step_config import HasFeatures
+from dschat_ppo.features.judges.spec import FLAG, JudgeSpec, parse_judges
+
+
+@dataclass(frozen=True)
+class JudgeFlags:
+    """Judges: language models that score answers (docs/rewards.md)."""
+
+    judge: list[str] = flag(
+        [],
+        "judges: folder or hub name of a language model, which does not train, with optional"
+        " ?key=value settings (labels, template, answer) and :weight; SOURCE= in front: only for"
+        " the rows of this data source (docs/rewards.md)",
+        check=parse_judges,
+    )
+    offload_judge_models: bool = flag(
+        False, "keep the parameters of judges in host memory (needs --actor_zero_stage 3)"
+    )
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        require_used(self, "offload_judge_models", when=bool(self.judge), purpose=FLAG)
+
+    @property
+    def specs(self) -> list[JudgeSpec]:
+        """What each `--judge` says."""
+        return parse_judges(self.judge)
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """Model -> its role, as in `StepConfig.models`; judges of one model share it."""
+        roles = dict[str, str]()
+        for spec in self.specs:
+            role = "judge"
+            if roles:
+                role = f"judge {len(roles) + 1}"
+            roles.setdefault(spec.model, role)
+        return roles
+
+
+FLAGS = {"ppo": JudgeFlags}
+REWARDING = (FLAG,)
+
+
+def gives_rewards(flags: HasFeatures) -> bool:
+    """Whether a judge scores answers."""
+    try:
+        return bool(flags.of(JudgeFlags).judge)
+    except LookupError:  # a command without judges
+        return False
+
+
+def files(flags: HasFeatures) -> list[tuple[str, str]]:
+    """(flag with its value, file) of each template of the user."""
+    specs = flags.of(JudgeFlags).specs
+    return [
+        (f"{FLAG} template={spec.template}", spec.template)
+        for spec in specs
+        if os.path.isfile(spec.template)
+    ]

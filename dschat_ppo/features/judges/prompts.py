@@ -1,0 +1,194 @@
+"""What a judge reads of a response: its template filled in, and the tokens of that.
+
+Everything that a template writes of a variable is text: special tokens in it are encoded as text.
+The response stands in a fence, a tag whose name is not in it, and its tokens do not merge with
+those around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers import PreTrainedTokenizerBase
+
+from dschat_ppo.data.encode import (
+    SPLIT,
+    decoded,
+    divided,
+    encode_after,
+    encode_example,
+    encode_prompt,
+)
+from dschat_ppo.data.examples import ADDED, MESSAGES, Example, Messages
+from dschat_ppo.data.templates import render, render_answer
+from dschat_ppo.errors import UserError, reading
+from dschat_ppo.features.judges.spec import JudgeSpec
+from dschat_ppo.features.judges.templates import template_text
+from dschat_ppo.rewards.call_forms import ResponseText
+from dschat_ppo.rewards.remote_reward import label_of
+
+MOST_TOKENS = 8192  # of a text that a judge reads; longer ones lose their middle
+LEAST_TOKENS = 16  # of a response that is cut because the judge has few positions
+_CUT = "\n[...]\n"
+_TAIL = 64  # characters after which a label is encoded
+# a judge does not think before its verdict; templates with such a variable close the thought
+_WITHOUT_THOUGHTS = {"enable_thinking": False}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A response to judge, with what it answers."""
+
+    prompt: str
+    row: dict[str, Any]  # columns of its data row
+    texts: ResponseText
+
+
+class JudgePrompts:
+    """Writes what a judge reads, for its `tokenizer`. `positions`: most tokens of a row."""
+
+    def __init__(self, spec: JudgeSpec, tokenizer: PreTrainedTokenizerBase, positions: int):
+        self.spec = spec
+        self.tokenizer = tokenizer
+        self.positions = positions
+        self._jinja = ImmutableSandboxedEnvironment(
+            undefined=jinja2.StrictUndefined,
+            finalize=self._written,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        self._jinja.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "sort_keys": True}
+        self.label_ids = [self._ids_of_label(label) for label in spec.labels]
+
+    def ids(self, judged: Judged) -> list[int]:
+        """The token ids of the question about a response, after which the judge gives its verdict.
+        `UserError` if the template cannot be filled in, or the judge has too few positions."""
+        room = self.positions - max(map(len, self.label_ids))
+        most = MOST_TOKENS
+        ids = self._ids_of_message(self._message(judged, most))
+        while len(ids) > room:
+            answer = self._shortened(self._answer(judged), most)
+            most = len(encode_after(self.tokenizer, "", answer)) - (len(ids) - room) - LEAST_TOKENS
+            if most < LEAST_TOKENS:
+                raise UserError(
+                    f"its question has {len(ids)} tokens, but the judge reads {room} before its"
+                    " verdict; shorten the template, or take a judge with more positions"
+                )
+            ids = self._ids_of_message(self._message(judged, most))
+        return ids
+
+    def is_blank(self, judged: Judged) -> bool:
+        """Whether the response has neither a letter nor a digit."""
+        return not any(character.isalnum() for character in self._answer(judged))
+
+    def _answer(self, judged: Judged) -> str:
+        return str(getattr(judged.texts, self.spec.answer))
+
+    def _message(self, judged: Judged, most: int) -> str:
+        """The template filled in, with `SPLIT` where tokens do not merge. `most`: tokens of the
+        response."""
+        messages = _messages_of(judged)
+        reference = label_of(judged.row)
+        answer = self._shortened(self._answer(judged), most)
+        prompt = self._shortened(_prompt_of(messages), MOST_TOKENS)
+        variables = {
+            "prompt": prompt,
+            "messages": messages,
+            "answer": self._fenced(answer, prompt),
+            "reference": reference,
+            "labels": self.spec.labels,
+            "row": {key: value for key, value in judged.row.items() if key not in ADDED},
+        }
+        template = template_text(self.spec, has_reference=reference is not None)
+        with reading("its template cannot be filled in"):
+            return self._jinja.from_string(template).render(variables)
+
+    def _fenced(self, answer: str, prompt: str) -> str:
+        """The response in a tag whose name is not in it. The name depends on the prompt, so that
+        questions about the responses to one prompt begin alike."""
+        seed = prompt
+        tag = "answer"
+        while tag == "answer" or tag in answer:
+            seed = sha256(seed.encode("utf-8", "surrogatepass")).hexdigest()
+            tag = f"answer-{seed[:8]}"
+        safe_answer = divided(self.tokenizer, _clean(answer))
+        return f"<{tag}>\n{SPLIT}{safe_answer}{SPLIT}\n</{tag}>"
+
+    def _written(self, value: Any) -> str:
+        """What the template writes of a value."""
+        if value is None:
+            raise UserError("it writes a value that this row does not have (None)")
+        return divided(self.tokenizer, _clean(str(value)))
+
+    def _shortened(self, text: str, most: int) -> str:
+        """A text without its middle, if it has more than `most` tokens."""
+        if len(text.encode("utf-8", "replace")) <= most:
+            return text
+        ids = encode_after(self.tokenizer, "", _clean(text))
+        if len(ids) <= most:
+            return text
+        start = decoded(self.tokenizer, ids[: most // 2])
+        end = decoded(self.tokenizer, ids[-(most // 2) :])
+        return start + _CUT + end
+
+    def _opening(self, message: str) -> str:
+        """The text of the message in the judge's chat template, up to its verdict."""
+        messages: Messages = [{"role": "user", "content": message}]
+        opening = render(self.tokenizer, messages, True, None, _WITHOUT_THOUGHTS)
+        if opening.rstrip().endswith("<think>"):
+            opening = opening.rstrip() + "\n</think>\n\n"
+        return opening
+
+    def _ids_of_message(self, message: str) -> list[int]:
+        """The ids of a message, whose pieces between `SPLIT`s are encoded one by one."""
+        if self.tokenizer.chat_template is None:
+            first, *pieces = message.split(SPLIT)
+            ids = encode_prompt(self.tokenizer, first)
+        else:
+            first, *pieces = self._opening(message).split(SPLIT)
+            ids = encode_after(self.tokenizer, "", first)
+        before = first
+        for piece in pieces:
+            ids = ids + encode_after(self.tokenizer, before[-_TAIL:], piece)
+            before = before[-_TAIL:] + piece
+        return ids
+
+    def _ids_of_label(self, label: str) -> list[int]:
+        """The ids of a verdict with the token that ends it."""
+        if self.tokenizer.chat_template is None:
+            [ids] = encode_example(self.tokenizer, Example("?\n", [label])).answers
+            return ids
+        messages: Messages = [{"role": "user", "content": "?"}]
+        opening = self._opening("?")
+        turn, final_id = render_answer(
+            self.tokenizer, messages, opening, label, None, _WITHOUT_THOUGHTS
+        )
+        ids = encode_after(self.tokenizer, opening[-_TAIL:], turn)
+        if ids[-1:] != [final_id]:
+            ids = [*ids, final_id]
+        return ids
+
+
+def _clean(text: str) -> str:
+    """A text that any tokenizer takes: without halves of surrogates."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _messages_of(judged: Judged) -> Messages:
+    """The chat that the response continues; of a text prompt one message of the user."""
+    messages = judged.row.get(MESSAGES)
+    if messages is None:
+        return [{"role": "user", "content": judged.prompt}]
+    return list(messages)
+
+
+def _prompt_of(messages: Sequence[dict[str, Any]]) -> str:
+    """The messages as one text: that of a single one, else each after its role."""
+    if len(messages) == 1:
+        return str(messages[0]["content"])
+    return "\n\n".join(f"{message['role']}: {message.get('content')}" for message in messages)

@@ -1,0 +1,34 @@
+"""Flags that do not fit judges."""
+
+from __future__ import annotations
+
+from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.config.step_config import StepConfig
+from dschat_ppo.errors import UserError
+from dschat_ppo.features.judges.flags import JudgeFlags
+from dschat_ppo.features.judges.spec import FLAG
+
+
+def refuse(config: StepConfig) -> None:
+    """Refuse templates that cannot be used, and flags that divide rows or weights in another way
+    than judges need."""
+    if not isinstance(config, PPOConfig):
+        return
+    flags = config.of(JudgeFlags)
+    if not flags.judge:
+        return
+    if config.ranks_of_row > 1:
+        raise UserError(
+            f"--sequence_parallel_size {config.ranks_of_row}: {FLAG} needs whole rows on a rank;"
+            " use 1"
+        )
+    if flags.offload_judge_models and config.ppo.actor_zero_stage < 3:
+        raise UserError(
+            "--offload_judge_models needs --actor_zero_stage 3: only ZeRO-3 keeps parameters in"
+            " host memory"
+        )
+    # here: without judges, the flags are read without Jinja
+    from dschat_ppo.features.judges.templates import check_template
+
+    for spec in flags.specs:
+        check_template(spec)

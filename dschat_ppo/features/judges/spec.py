@@ -1,0 +1,119 @@
+"""`--judge SPEC`: what it says of a judge."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import parse_qsl
+
+from dschat_ppo.config.ppo_flags import split_weight
+from dschat_ppo.errors import UserError
+
+FLAG = "--judge"
+READABLE = ("final", "spoken", "thoughts", "episode")  # texts of a response
+_DEFAULTS = {"labels": "no,yes", "template": "", "answer": "final"}
+_RANGE = re.compile(r"(\d{1,3})\.\.(\d{1,3})")
+
+
+@dataclass(frozen=True)
+class JudgeSpec:
+    """One `--judge`: a model with its weight, route and settings."""
+
+    model: str  # folder or hub name
+    weight: float
+    sources: tuple[str, ...]  # data sources whose rows it scores; (): all
+    labels: tuple[str, ...]  # its verdicts, worst to best
+    template: str  # a built-in or a file; "": that for rows with or without a right answer
+    answer: str  # the text of a response that it reads, of `READABLE`
+
+    def __str__(self) -> str:
+        route = ""
+        if self.sources:
+            route = ",".join(self.sources) + "="
+        return f"{FLAG} {route}{self.model}"
+
+    @property
+    def values(self) -> list[float]:
+        """The score of each label, evenly from 0 to 1."""
+        return [index / (len(self.labels) - 1) for index in range(len(self.labels))]
+
+
+def parse_judge(text: str) -> JudgeSpec:
+    """Read `[SOURCE=]NAME[?key=value&key=value][:weight]`, percent-decoded as the settings of
+    reward functions. `UserError` names what is wrong."""
+    as_given = f"{FLAG} {text}"
+    sources, unrouted = _split_route(text, as_given)
+    model, mark, query = unrouted.partition("?")
+    if mark:
+        query, weight = split_weight(query)
+    else:
+        model, weight = split_weight(model)
+    if not math.isfinite(weight):
+        raise UserError(f"{as_given}: the weight must be finite, got {weight}")
+    if not model or model.startswith(("http://", "https://")):
+        raise UserError(f"{as_given}: expected the folder or hub name of a language model")
+    settings = _settings_of(query, as_given)
+    if settings["answer"] not in READABLE:
+        raise UserError(
+            f"{as_given}: answer={settings['answer']}: expected one of {', '.join(READABLE)}"
+        )
+    labels = _labels_of(settings["labels"], as_given)
+    return JudgeSpec(model, weight, sources, labels, settings["template"], settings["answer"])
+
+
+def parse_judges(texts: Sequence[str]) -> list[JudgeSpec]:
+    """The judges of the flag."""
+    return [parse_judge(text) for text in texts]
+
+
+def _split_route(text: str, as_given: str) -> tuple[tuple[str, ...], str]:
+    """`"math,gsm8k=judge"` -> (("math", "gsm8k"), "judge"); the name of a folder that contains `=`
+    is no route."""
+    head = text.partition("?")[0]
+    names, mark, _ = head.partition("=")
+    if not mark or os.path.isdir(split_weight(head)[0]):
+        return (), text
+    sources = tuple(dict.fromkeys(name.strip() for name in names.split(",")))
+    if not all(sources):
+        raise UserError(
+            f"{as_given}: expected a data source before '=', or several separated by commas"
+        )
+    return sources, text[len(names) + 1 :]
+
+
+def _settings_of(query: str, as_given: str) -> dict[str, str]:
+    """The settings after the `?`, with defaults for those that are not given."""
+    pairs = parse_qsl(query.replace("+", "%2B"), keep_blank_values=True)
+    given = dict(pairs)
+    if len(given) < len(pairs):
+        raise UserError(f"{as_given}: a setting is given twice")
+    for name, value in given.items():
+        if name not in _DEFAULTS:
+            raise UserError(
+                f"{as_given}: there is no setting '{name}'; there are: {', '.join(_DEFAULTS)}"
+            )
+        if not value:
+            raise UserError(f"{as_given}: the setting '{name}' is empty")
+    return _DEFAULTS | given
+
+
+def _labels_of(text: str, as_given: str) -> tuple[str, ...]:
+    """`"bad,good"` or `"1..10"` -> the labels."""
+    labels = [label.strip() for label in text.split(",")]
+    span = _RANGE.fullmatch(text.strip())
+    if span is not None:
+        labels = [str(number) for number in range(int(span[1]), int(span[2]) + 1)]
+    if len(labels) < 2:
+        raise UserError(
+            f"{as_given}: labels={text}: expected two labels or more, worst to best, such as"
+            " no,yes or 1..10"
+        )
+    if not all(labels):
+        raise UserError(f"{as_given}: labels={text}: a label is empty")
+    for label in labels:
+        if labels.count(label) > 1:
+            raise UserError(f"{as_given}: labels={text}: the label '{label}' is given twice")
+    return tuple(labels)
