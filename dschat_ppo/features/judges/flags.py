@@ -17,8 +17,8 @@ class JudgeFlags:
     judge: list[str] = flag(
         [],
         "judges: folder or hub name of a language model, which does not train, with optional"
-        " ?key=value settings (labels, template, answer) and :weight; SOURCE= in front: only for"
-        " the rows of this data source (docs/rewards.md)",
+        " ?key=value settings (labels, template, answer, rubric, compare, rivals) and :weight;"
+        " SOURCE= in front: only for the rows of this data source (docs/rewards.md)",
         check=parse_judges,
     )
     offload_judge_models: bool = flag(

@@ -65,41 +65,52 @@ class JudgePrompts:
         self._jinja.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "sort_keys": True}
         self.label_ids = [self._ids_of_label(label) for label in spec.labels]
 
-    def ids(self, judged: Judged) -> list[int]:
+    def ids(
+        self, judged: Judged, criterion: str | None = None, answers: Sequence[str] = ()
+    ) -> list[int]:
         """The token ids of the question about a response, after which the judge gives its verdict.
-        `UserError` if the template cannot be filled in, or the judge has too few positions."""
+        `UserError` if the template cannot be filled in, or the judge has too few positions.
+
+        Args:
+            judged: the response.
+            criterion: of a rubric.
+            answers: the two of a pair, in order; (): the response alone.
+        """
+        answers = answers or [self.answer(judged)]
         room = self.positions - max(map(len, self.label_ids))
         most = MOST_TOKENS
-        ids = self._ids_of_message(self._message(judged, most))
+        ids = self._ids_of_message(self._message(judged, criterion, answers, most))
         while len(ids) > room:
-            answer = self._shortened(self._answer(judged), most)
-            most = len(encode_after(self.tokenizer, "", answer)) - (len(ids) - room) - LEAST_TOKENS
+            longest = max(answers, key=len)
+            cut = encode_after(self.tokenizer, "", self._shortened(longest, most))
+            most = len(cut) - (len(ids) - room) - LEAST_TOKENS
             if most < LEAST_TOKENS:
                 raise UserError(
                     f"its question has {len(ids)} tokens, but the judge reads {room} before its"
                     " verdict; shorten the template, or take a judge with more positions"
                 )
-            ids = self._ids_of_message(self._message(judged, most))
+            ids = self._ids_of_message(self._message(judged, criterion, answers, most))
         return ids
 
-    def is_blank(self, judged: Judged) -> bool:
-        """Whether the response has neither a letter nor a digit."""
-        return not any(character.isalnum() for character in self._answer(judged))
-
-    def _answer(self, judged: Judged) -> str:
+    def answer(self, judged: Judged) -> str:
+        """The text of the response that the judge reads."""
         return str(getattr(judged.texts, self.spec.answer))
 
-    def _message(self, judged: Judged, most: int) -> str:
-        """The template filled in, with `SPLIT` where tokens do not merge. `most`: tokens of the
+    def _message(
+        self, judged: Judged, criterion: str | None, answers: Sequence[str], most: int
+    ) -> str:
+        """The template filled in, with `SPLIT` where tokens do not merge. `most`: tokens of a
         response."""
         messages = _messages_of(judged)
         reference = label_of(judged.row)
-        answer = self._shortened(self._answer(judged), most)
         prompt = self._shortened(_prompt_of(messages), MOST_TOKENS)
+        fenced = self._fenced([self._shortened(answer, most) for answer in answers], prompt)
         variables = {
             "prompt": prompt,
             "messages": messages,
-            "answer": self._fenced(answer, prompt),
+            "answer": fenced[0],
+            "answer_b": fenced[-1],
+            "criterion": criterion,
             "reference": reference,
             "labels": self.spec.labels,
             "row": {key: value for key, value in judged.row.items() if key not in ADDED},
@@ -108,16 +119,19 @@ class JudgePrompts:
         with reading("its template cannot be filled in"):
             return self._jinja.from_string(template).render(variables)
 
-    def _fenced(self, answer: str, prompt: str) -> str:
-        """The response in a tag whose name is not in it. The name depends on the prompt, so that
-        questions about the responses to one prompt begin alike."""
+    def _fenced(self, answers: Sequence[str], prompt: str) -> list[str]:
+        """Each response in a tag whose name is in none of them. The name depends on the prompt, so
+        that questions about the responses to one prompt begin alike."""
         seed = prompt
         tag = "answer"
-        while tag == "answer" or tag in answer:
+        while tag == "answer" or any(tag in answer for answer in answers):
             seed = sha256(seed.encode("utf-8", "surrogatepass")).hexdigest()
             tag = f"answer-{seed[:8]}"
-        safe_answer = divided(self.tokenizer, _clean(answer))
-        return f"<{tag}>\n{SPLIT}{safe_answer}{SPLIT}\n</{tag}>"
+        fenced = []
+        for answer in answers:
+            safe_answer = divided(self.tokenizer, _clean(answer))
+            fenced.append(f"<{tag}>\n{SPLIT}{safe_answer}{SPLIT}\n</{tag}>")
+        return fenced
 
     def _written(self, value: Any) -> str:
         """What the template writes of a value."""
@@ -172,6 +186,11 @@ class JudgePrompts:
         if ids[-1:] != [final_id]:
             ids = [*ids, final_id]
         return ids
+
+
+def is_blank(answer: str) -> bool:
+    """Whether a response has neither a letter nor a digit."""
+    return not any(character.isalnum() for character in answer)
 
 
 def _clean(text: str) -> str:

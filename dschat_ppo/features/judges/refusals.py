@@ -6,7 +6,7 @@ from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.judges.flags import JudgeFlags
-from dschat_ppo.features.judges.spec import FLAG
+from dschat_ppo.features.judges.spec import FLAG, PAIRS, JudgeSpec
 
 
 def refuse(config: StepConfig) -> None:
@@ -32,3 +32,29 @@ def refuse(config: StepConfig) -> None:
 
     for spec in flags.specs:
         check_template(spec)
+        if spec.compare == PAIRS:
+            _refuse_pairs(spec, config)
+
+
+def _refuse_pairs(spec: JudgeSpec, config: PPOConfig) -> None:
+    """Refuse pairs where a response has no other, or not so many as wanted, to meet."""
+    samples = config.ppo.n_samples_per_prompt
+    evaluation = config.validation
+    if samples < 2:
+        raise UserError(f"{spec}: compare={PAIRS} needs --n_samples_per_prompt 2 or more")
+    if spec.rivals >= samples:
+        raise UserError(
+            f"{spec}: rivals={spec.rivals}: an answer has {samples - 1} others to meet"
+            f" (--n_samples_per_prompt {samples})"
+        )
+    if config.algorithm.advantage_estimator == "remax":
+        raise UserError(
+            f"{spec}: compare={PAIRS} has no rival for the greedy answer of --advantage_estimator"
+            " remax; use another estimator"
+        )
+    scores_evaluation = evaluation.eval_data_path and not evaluation.eval_reward_function
+    if scores_evaluation and evaluation.eval_samples < 2:
+        raise UserError(
+            f"{spec}: compare={PAIRS} needs --eval_samples 2 or more, or --eval_reward_function for"
+            " the held-out prompts"
+        )

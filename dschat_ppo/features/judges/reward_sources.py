@@ -10,6 +10,7 @@ from dschat_ppo.features.judges.labels import LabelReader
 from dschat_ppo.features.judges.prompts import JudgePrompts
 from dschat_ppo.features.judges.source import JudgeReward
 from dschat_ppo.features.judges.spec import FLAG
+from dschat_ppo.features.judges.verdicts import Asking
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.tokenizers import read_tokenizer
 from dschat_ppo.rewards.learned_reward import most_tokens
@@ -32,5 +33,5 @@ def sources_of(
         positions = most_tokens(load_config(folder, FLAG))
         prompts = JudgePrompts(spec, read_tokenizer(folder, FLAG), positions)
         reader = LabelReader(frozen(role), prompts.label_ids, batch_tokens)
-        sources.append((JudgeReward(spec, prompts, reader), spec.weight))
+        sources.append((JudgeReward(Asking(prompts, config.run.seed), reader), spec.weight))
     return sources

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -13,15 +13,20 @@ from torch import Tensor
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import print_line
-from dschat_ppo.errors import UserError
+from dschat_ppo.features.judges.compare import flips
 from dschat_ppo.features.judges.labels import LabelReader
-from dschat_ppo.features.judges.prompts import Judged, JudgePrompts
-from dschat_ppo.features.judges.spec import JudgeSpec
+from dschat_ppo.features.judges.prompts import Judged
+from dschat_ppo.features.judges.verdicts import (
+    Asking,
+    Logprobs,
+    Question,
+    Verdict,
+    score_of,
+    value_of,
+)
 from dschat_ppo.rewards.call_forms import clean_name
 from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest, is_routed_to
 from dschat_ppo.types import Rollout
-
-Question = tuple[int, ...]  # token ids
 
 
 @dataclass
@@ -33,25 +38,26 @@ class Tally:
     questions: int = 0  # about them
     asked: int = 0  # of them: the others were asked before in this PPO step
     tokens_in: int = 0  # of those asked
+    pairs: int = 0  # that were asked in both orders
+    flipped: int = 0  # of them: the same place won in both
     seconds: float = 0.0
 
 
 class JudgeReward:
-    """Scores responses by the expected value of a judge's verdict: its labels stand evenly between
-    0 and 1, each with its probability among them. A response without a letter or a digit has the
-    lowest score, unasked."""
+    """Scores responses by the verdicts of a judge, from 0 to 1, or below by faults of a rubric."""
 
-    def __init__(self, spec: JudgeSpec, prompts: JudgePrompts, reader: LabelReader):
-        self.spec = spec
-        self.prompts = prompts
+    def __init__(self, asking: Asking, reader: LabelReader):
+        self.spec = asking.spec
+        self.asking = asking
         self.reader = reader
         self.counts = CallCounts()
         self.failed = torch.zeros(0, dtype=torch.bool)  # (B,) of the last call
+        # name of a criterion -> (B,) fp64 of the last call; NaN in rows without it
         self.numbers = dict[str, Tensor]()
         self._tally = Tally()
-        # Scores of the PPO step `_step`. Those of earlier steps are not kept: a resumed run would
-        # not have them, and would score the same question beside others, with other rounding.
-        self._scores = dict[Question, float]()
+        # Those of the PPO step `_step`. Those of earlier steps are not kept: a resumed run would
+        # not have them, and would run the same question beside others, with other rounding.
+        self._logprobs = dict[Question, Logprobs]()
         self._step = -1
 
     @property
@@ -64,44 +70,50 @@ class JudgeReward:
         to score the response. Collective."""
         started = time.perf_counter()
         if request.step != self._step:
-            self._scores.clear()
+            self._logprobs.clear()
             self._step = request.step
+        judged = {
+            index: Judged(request.prompts[index], row, request.texts[index])
+            for index, row in enumerate(request.rows)
+            if is_routed_to(self.spec.sources, row)
+        }
+        verdicts, causes = self.asking.verdicts(judged, request.step)
+        self._ask(list(verdicts.values()))
         scores = torch.full((len(request),), math.nan)
-        questions = dict[int, Question]()  # by row
-        causes = dict[int, str]()  # row -> why it has no score
-        rows = [
-            index for index, row in enumerate(request.rows) if is_routed_to(self.spec.sources, row)
-        ]
-        for row in rows:
-            judged = Judged(request.prompts[row], request.rows[row], request.texts[row])
-            if self.prompts.is_blank(judged):
-                scores[row] = 0.0
-                continue
-            try:
-                questions[row] = tuple(self.prompts.ids(judged))
-            except UserError as problem:
-                causes[row] = str(problem)
-        new = [ids for ids in dict.fromkeys(questions.values()) if ids not in self._scores]
-        self._scores.update(zip(new, self._expected_values(new), strict=True))
-        for row, ids in questions.items():
-            if math.isfinite(self._scores[ids]):
-                scores[row] = self._scores[ids]
-            else:
+        self.numbers = {}
+        for row, verdicts_of_row in verdicts.items():
+            values = [value_of(each, self._logprobs, self.spec.values) for each in verdicts_of_row]
+            score = score_of(verdicts_of_row, values)
+            if math.isnan(score):
                 causes[row] = "the log-probs of its verdicts are not finite"
-        self._count(rows, causes, len(request))
-        self._tally.questions += len(questions)
-        self._tally.asked += len(new)
-        self._tally.tokens_in += sum(map(len, new))
+                continue
+            scores[row] = score
+            for verdict, value in zip(verdicts_of_row, values, strict=True):
+                if verdict.name:
+                    no_numbers = torch.full((len(request),), math.nan, dtype=torch.float64)
+                    name = clean_name(verdict.name)
+                    self.numbers.setdefault(name, no_numbers)[row] = value
+        self._count(list(judged), causes, len(request))
         self._tally.seconds += time.perf_counter() - started
         return scores
 
-    def _expected_values(self, questions: Sequence[Question]) -> list[float]:
-        """The expected value of the verdict on each question. Collective."""
-        logprobs = self.reader.logprobs([list(ids) for ids in questions])  # (n, L)
-        values = torch.tensor(self.spec.values, dtype=torch.float64)  # (L,)
-        return (logprobs.softmax(dim=1) @ values).tolist()
+    def _ask(self, verdicts_of_rows: Sequence[Sequence[Verdict]]) -> None:
+        """Ask what was not asked before in this PPO step. Collective."""
+        verdicts = [verdict for verdicts in verdicts_of_rows for verdict in verdicts]
+        questions = [question for verdict in verdicts for question in verdict.questions]
+        new = [question for question in dict.fromkeys(questions) if question not in self._logprobs]
+        logprobs = self.reader.logprobs([list(question) for question in new])  # (n, L)
+        self._logprobs.update(zip(new, logprobs.tolist(), strict=True))
+        self._tally.questions += len(questions)
+        self._tally.asked += len(new)
+        self._tally.tokens_in += sum(map(len, new))
+        for verdict in verdicts:
+            if len(verdict.questions) == 2:
+                first, second = verdict.questions
+                self._tally.pairs += 1
+                self._tally.flipped += flips(self._logprobs[first], self._logprobs[second])
 
-    def _count(self, rows: Sequence[int], causes: dict[int, str], size: int) -> None:
+    def _count(self, rows: Sequence[int], causes: Mapping[int, str], size: int) -> None:
         """Count the rows on its route, and those without a score. `size`: of the request."""
         self.failed = torch.zeros(size, dtype=torch.bool)
         self.failed[list(causes)] = True
@@ -125,13 +137,18 @@ class JudgeReward:
             return {}
         questions = sum(tally.questions for tally in tallies)
         asked = sum(tally.asked for tally in tallies)
-        return {
+        pairs = sum(tally.pairs for tally in tallies)
+        metrics = {
             f"judge/{name}/unscored_share": sum(tally.unscored for tally in tallies) / responses,
             f"judge/{name}/cached_share": (questions - asked) / max(1, questions),
             f"judge/{name}/asked": float(asked),
             f"judge/{name}/tokens_in": float(sum(tally.tokens_in for tally in tallies)),
             f"judge/{name}/seconds": max(tally.seconds for tally in tallies),
         }
+        if pairs:
+            flipped = sum(tally.flipped for tally in tallies)
+            metrics[f"judge/{name}/flip_share"] = flipped / pairs
+        return metrics
 
     def close(self) -> None:
         """A judge has no processes to end."""

@@ -14,7 +14,17 @@ from dschat_ppo.errors import UserError
 
 FLAG = "--judge"
 READABLE = ("final", "spoken", "thoughts", "episode")  # texts of a response
-_DEFAULTS = {"labels": "no,yes", "template": "", "answer": "final"}
+PAIRS = "pairs"  # `compare`: with others of the group
+REFERENCE = "reference"  # `compare`: with the right answer
+_PLACES = ("A", "B")  # the verdicts on a pair
+_DEFAULTS = {
+    "labels": "no,yes",
+    "template": "",
+    "answer": "final",
+    "rubric": "",
+    "compare": "",
+    "rivals": "",
+}
 _RANGE = re.compile(r"(\d{1,3})\.\.(\d{1,3})")
 
 
@@ -28,6 +38,9 @@ class JudgeSpec:
     labels: tuple[str, ...]  # its verdicts, worst to best
     template: str  # a built-in or a file; "": that for rows with or without a right answer
     answer: str  # the text of a response that it reads, of `READABLE`
+    rubric: str = ""  # column of criteria; "": one question
+    compare: str = ""  # `PAIRS` or `REFERENCE`; "": each response alone
+    rivals: int = 0  # of a response, with `PAIRS`; 0: all others of its group
 
     def __str__(self) -> str:
         route = ""
@@ -61,7 +74,38 @@ def parse_judge(text: str) -> JudgeSpec:
             f"{as_given}: answer={settings['answer']}: expected one of {', '.join(READABLE)}"
         )
     labels = _labels_of(settings["labels"], as_given)
-    return JudgeSpec(model, weight, sources, labels, settings["template"], settings["answer"])
+    if settings["compare"]:
+        _check_comparison(settings, query, as_given)
+        labels = _PLACES
+    elif settings["rivals"]:
+        raise UserError(f"{as_given}: rivals is for compare={PAIRS}; omit it")
+    return JudgeSpec(
+        model=model,
+        weight=weight,
+        sources=sources,
+        labels=labels,
+        template=settings["template"],
+        answer=settings["answer"],
+        rubric=settings["rubric"],
+        compare=settings["compare"],
+        rivals=int(settings["rivals"] or 0),
+    )
+
+
+def _check_comparison(settings: dict[str, str], query: str, as_given: str) -> None:
+    """Refuse settings that do not fit `compare`."""
+    compare = settings["compare"]
+    rivals = settings["rivals"]
+    if compare not in (PAIRS, REFERENCE):
+        raise UserError(f"{as_given}: compare={compare}: expected {PAIRS} or {REFERENCE}")
+    if settings["rubric"]:
+        raise UserError(f"{as_given}: rubric and compare={compare} exclude each other; omit one")
+    if "labels" in dict(parse_qsl(query)):
+        raise UserError(f"{as_given}: the verdicts of compare={compare} are A and B; omit labels")
+    if rivals and compare != PAIRS:
+        raise UserError(f"{as_given}: rivals is for compare={PAIRS}; omit it")
+    if rivals and (not rivals.isdecimal() or int(rivals) < 1):
+        raise UserError(f"{as_given}: rivals={rivals}: expected a number from 1")
 
 
 def parse_judges(texts: Sequence[str]) -> list[JudgeSpec]:

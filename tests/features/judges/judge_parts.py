@@ -9,6 +9,7 @@ from dschat_ppo.features.judges.labels import LabelReader
 from dschat_ppo.features.judges.prompts import JudgePrompts
 from dschat_ppo.features.judges.source import JudgeReward
 from dschat_ppo.features.judges.spec import parse_judge
+from dschat_ppo.features.judges.verdicts import Asking
 from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.rewards.reward_source import RewardRequest
 
@@ -45,14 +46,14 @@ def stub_judge(logprobs_of, spec: str = "J", positions: int = 4000, made=None) -
     made = made or tokenizer()
     parsed = parse_judge(spec)
     prompts = JudgePrompts(parsed, made, positions)
-    return JudgeReward(parsed, prompts, StubReader(made, logprobs_of))
+    return JudgeReward(Asking(prompts, 7), StubReader(made, logprobs_of))
 
 
 def model_judge(model, spec: str = "J", made=None, batch_tokens: int = 4096) -> JudgeReward:
     made = made or tokenizer()
     parsed = parse_judge(spec)
     prompts = JudgePrompts(parsed, made, 4000)
-    return JudgeReward(parsed, prompts, LabelReader(model, prompts.label_ids, batch_tokens))
+    return JudgeReward(Asking(prompts, 7), LabelReader(model, prompts.label_ids, batch_tokens))
 
 
 def request(answers, rows=None, prompts=None, step: int = 0) -> RewardRequest:

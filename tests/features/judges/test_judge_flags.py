@@ -51,6 +51,19 @@ def test_what_a_spec_says(text, model, weight, sources, labels):
         ("--offload_judge_models", "has no effect: it is for --judge"),
         ("--judge J --offload_judge_models", "needs --actor_zero_stage 3"),
         ("--judge J --sequence_parallel_size 2", "--judge needs whole rows on a rank"),
+        ("--judge J?rivals=2", "rivals is for compare=pairs"),
+        ("--judge J?compare=reference&rivals=2", "rivals is for compare=pairs"),
+        ("--judge J?compare=pairs&rivals=no", "rivals=no: expected a number from 1"),
+        ("--judge J?compare=pairs&rivals=2", "rivals=2: an answer has 1 others to meet"),
+        ("--judge J?compare=all", "compare=all: expected pairs or reference"),
+        ("--judge J?compare=pairs&rubric=r", "rubric and compare=pairs exclude each other"),
+        ("--judge J?compare=pairs&labels=a,b", "the verdicts of compare=pairs are A and B"),
+        (
+            "--judge J?compare=pairs --n_samples_per_prompt 1 --advantage_estimator gae",
+            "--judge J: compare=pairs needs --n_samples_per_prompt 2 or more",
+        ),
+        ("--judge J?compare=pairs --eval_data_path e", "needs --eval_samples 2 or more"),
+        ("--judge J?compare=pairs --advantage_estimator remax", "no rival for the greedy answer"),
         ("", "give --reward_function, --remote_reward_url, .*--judge"),
     ],
 )
@@ -63,7 +76,7 @@ def test_what_is_refused(flags, message):
     ("text", "message"),
     [
         ("a\n{{ prompt }}\n{{ anser }}", "line 3: there is no variable 'anser'; there are: prompt"),
-        ("{{ prompt }}", "does not read 'answer'"),
+        ("{{ prompt }}", "does not read 'answer', so it would not be judged"),
         ("{% if %}", "line 1: "),
         ("{{ answer | nothing }}", "line 1: No filter named 'nothing'"),
     ],
@@ -75,6 +88,21 @@ def test_what_is_wrong_with_a_template(tmp_path, text, message):
         parsed(f"--judge J?template={file}")
     assert str(caught.value).startswith(f"--judge J: template {file}")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "message"),
+    [
+        ("", "{{ answer }}{{ criterion }}", "there is no variable 'criterion'"),
+        ("&rubric=r", "{{ answer }}", "does not read 'criterion'"),
+        ("&compare=pairs", "{{ answer }}", "does not read 'answer_b'"),
+    ],
+)
+def test_templates_read_what_their_settings_give(tmp_path, settings, text, message):
+    file = tmp_path / "my.jinja"
+    file.write_text(text)
+    with pytest.raises(UserError, match=message):
+        parsed(f"--judge J?template={file}{settings}")
 
 
 def test_loops_and_functions_of_jinja_are_no_variables(tmp_path):

@@ -19,9 +19,9 @@ def by_transformers(lm, judge, answers) -> torch.Tensor:
     table_of_sums = []
     asked = request(answers)
     for index in range(len(answers)):
-        ids = judge.prompts.ids(judge_input(asked, index))
+        ids = judge.asking.prompts.ids(judge_input(asked, index))
         sums = []
-        for label in judge.prompts.label_ids:
+        for label in judge.asking.prompts.label_ids:
             row = torch.tensor([[*ids, *label]])
             with torch.no_grad():
                 table = lm(input_ids=row, use_cache=False).logits[0].double().log_softmax(-1)
@@ -53,7 +53,9 @@ def test_scores_are_those_of_transformers(kernels, labels, kind, template):
     sums = by_transformers(expected_of, judge, ANSWERS)
     assert float((sums.max(dim=0).values - sums.min(dim=0).values).min()) > 1e-3, "answers differ"
     asked = request(ANSWERS)
-    questions = [judge.prompts.ids(judge_input(asked, index)) for index in range(len(ANSWERS))]
+    questions = [
+        judge.asking.prompts.ids(judge_input(asked, index)) for index in range(len(ANSWERS))
+    ]
     torch.testing.assert_close(judge.reader.logprobs(questions), sums, rtol=1e-6, atol=1e-5)
     values = torch.linspace(0, 1, len(judge.spec.labels), dtype=torch.float64)
     expected = (sums.softmax(dim=1) @ values).tolist()
@@ -63,7 +65,7 @@ def test_scores_are_those_of_transformers(kernels, labels, kind, template):
 def test_the_end_belongs_to_the_label():
     """So `1` is no beginning of `10`."""
     judge = stub_judge(lambda text: [0.0] * 10, "J?labels=1..10")
-    ids = judge.prompts.label_ids
+    ids = judge.asking.prompts.label_ids
     assert len({tuple(label) for label in ids}) == 10
     assert len({label[-1] for label in ids}) == 1
     assert len(ids[9]) > 2
