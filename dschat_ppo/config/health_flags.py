@@ -6,10 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar, Literal
 
 from dschat_ppo.config.schema import flag
 from dschat_ppo.errors import UserError, reading
+from dschat_ppo.features import hooks
 
 Stop = Literal["off", "error", "warning"]
 Level = Literal["warning", "error"]
@@ -24,7 +26,7 @@ class Rule:
 
     name: str
     level: Level  # "error" if training on is likely wasted
-    metric: str
+    metric: str  # NAME in it stands for any name
     # of the metric with the threshold ("it"); "mean" is that over the window before the step
     comparison: str
     threshold: float | None  # its default; None if there is none to choose
@@ -44,7 +46,7 @@ _SKIPPED = Rule(
     "replay the batch that the warning names (docs/reliability.md); lower the learning rate, or use"
     " --dtype fp32",
 )
-PPO_RULES: tuple[Rule, ...] = (
+CORE_PPO_RULES: tuple[Rule, ...] = (
     Rule(
         "kl_negative",
         "error",
@@ -248,6 +250,11 @@ PPO_RULES: tuple[Rule, ...] = (
         " lower --max_grad_norm",
     ),
     _SKIPPED,
+)
+# those of step 3, with those that features offer
+PPO_RULES: tuple[Rule, ...] = (
+    *CORE_PPO_RULES,
+    *chain.from_iterable(hooks("health_rules.PPO_RULES")),
 )
 FIT_RULES: tuple[Rule, ...] = (
     Rule(

@@ -9,6 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,8 @@ def _beyond_bound(rule: Rule, history: History) -> str | None:
     the norms of gradients are those of several roles."""
     for name, value in history.now.items():
         is_norm = "grad_norm" in rule.metric and name.startswith(rule.metric.removesuffix("ROLE"))
-        if name != rule.metric and not is_norm:
+        is_metric = fnmatchcase(name, rule.metric.replace("NAME", "*"))
+        if not is_metric and not is_norm:
             continue
         if is_norm and value == math.inf:  # an overflow of fp16
             continue

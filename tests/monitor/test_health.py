@@ -16,7 +16,7 @@ import pytest
 
 from dschat_ppo.checkpoint.state_files import load_state, save_state
 from dschat_ppo.config.cli import STEPS
-from dschat_ppo.config.health_flags import FIT_RULES, PPO_RULES, FitHealthFlags, PPOHealthFlags
+from dschat_ppo.config.health_flags import CORE_PPO_RULES, FIT_RULES, FitHealthFlags, PPOHealthFlags
 from dschat_ppo.config.step_config import groups_of
 from dschat_ppo.errors import StorageError
 from dschat_ppo.monitor.health import Event, HealthWatch
@@ -243,13 +243,13 @@ def test_without_a_reference_the_length_alone_counts():
 
 
 def test_every_rule_has_a_case_and_names_only_flags_that_exist():
-    assert {rule.name for rule in PPO_RULES} == {*CASES, "reward_exploited"}
+    assert {rule.name for rule in CORE_PPO_RULES} == {*CASES, "reward_exploited"}
     assert {rule.name for rule in FIT_RULES} == set(FIT_CASES)
     known = {
         step: {field.name for group in groups_of(STEPS[step]) for field in fields(group)}
         for step in ("ppo", "sft", "reward")
     }
-    for rules, steps in ((PPO_RULES, ["ppo"]), (FIT_RULES, ["sft", "reward"])):
+    for rules, steps in ((CORE_PPO_RULES, ["ppo"]), (FIT_RULES, ["sft", "reward"])):
         for rule in rules:
             for flag in re.findall(r"--(\w+)", f"{rule.cause} {rule.change}"):
                 assert any(flag in known[step] for step in steps), (rule.name, flag)
