@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -43,7 +43,7 @@ from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.ppo.step_report import PPOReport
 from dschat_ppo.rewards.build_rewards import build_sources, sources_with_models
 from dschat_ppo.rewards.learned_reward import ModelReward, model_reward, saved_entries
-from dschat_ppo.rewards.reward_source import RewardMixture
+from dschat_ppo.rewards.reward_source import RewardMixture, RewardSource
 from dschat_ppo.run.model_card import model_card
 from dschat_ppo.run.output_folder import KeptModels, remove_checkpoints
 from dschat_ppo.run.session import Session
@@ -80,7 +80,13 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
             config.validation.save_best,
             lambda folder: save_models(components, forms, tokenizer, folder),
         )
-        evaluation = build_evaluation(config, components, begun.data, kept_models)
+        evaluation = build_evaluation(
+            config,
+            components,
+            begun.data,
+            kept_models,
+            further_sources(config, begun, engines, trains=False),
+        )
         if evaluation is not None:
             at_end.enter_context(closing(evaluation))
         if begun.session is None:
@@ -121,12 +127,27 @@ def build_components(
     extensions = start_extensions(
         config, tokenizer, config.ppo.max_prompt_seq_len, resumable_output, at_end
     )
-    models = sources_with_models(
-        config, engines.frozen, begun.folders.further, begun.plan.micro_batch_tokens
+    rewards = build_sources(
+        config.rewards,
+        learned,
+        [*reward_sources_of(extensions), *further_sources(config, begun, engines, trains=True)],
     )
-    rewards = build_sources(config.rewards, learned, [*reward_sources_of(extensions), *models])
     at_end.enter_context(closing(rewards))
     return PPOComponents(config, begun.plan, begun.data, engines, rewards, extensions)
+
+
+def further_sources(
+    config: PPOConfig, begun: BegunPPO, engines: RLHFEngine, trains: bool
+) -> list[tuple[RewardSource, float]]:
+    """`sources_with_models` of this run."""
+    return sources_with_models(
+        config,
+        engines.frozen,
+        begun.folders.further,
+        begun.plan.micro_batch_tokens,
+        config.run.seed,
+        trains,
+    )
 
 
 def train_policy(
@@ -275,10 +296,15 @@ def learned_reward(
 
 
 def build_evaluation(
-    config: PPOConfig, ppo: PPOComponents, data: PPOData, kept_models: KeptModels
+    config: PPOConfig,
+    ppo: PPOComponents,
+    data: PPOData,
+    kept_models: KeptModels,
+    sources: Sequence[tuple[RewardSource, float]] = (),
 ) -> Evaluation | None:
     """The evaluation of the actor of `ppo` on the held-out prompts of `data`, which has the best
-    models saved by `kept_models`; None if there are no prompts."""
+    models saved by `kept_models`; None if there are no prompts. `sources`: of features, which
+    score in place of the training reward."""
     if data.rows.eval is None:
         return None
     flags = config.validation
@@ -290,6 +316,8 @@ def build_evaluation(
     mixture = collection.requests.mixture
     if flags.eval_reward_function:
         mixture = RewardMixture([(evaluation_reward(config), 1.0)], config.rewards.default_score)
+    elif sources:
+        mixture = RewardMixture(sources, config.rewards.default_score)
     requests = RewardRequests(mixture, prompts, data.tokenizer, collection.sampler.extensions)
     passes = None
     if collection.passes.reference is not None:

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.processes import deny_access_to_memory
+from dschat_ppo.config.feature_needs import FurtherModel
 from dschat_ppo.config.ppo_flags import RewardSourceFlags
 from dschat_ppo.config.step_config import HasFeatures
 from dschat_ppo.data.examples import TRUTH
@@ -167,24 +168,38 @@ def check_routes(
                 )
 
 
+def further_models(features: HasFeatures) -> list[FurtherModel]:
+    """The models with which features score an evaluation. A feature offers
+    `needs.models_of_evaluation`."""
+    models: list[FurtherModel] = []
+    for models_of_evaluation in hooks("needs.models_of_evaluation"):
+        models += models_of_evaluation(features)
+    return models
+
+
 def sources_with_models(
-    config: HasFeatures,
+    features: HasFeatures,
     frozen: Callable[[str], Model],
     folders: Mapping[str, str],
     batch_tokens: int,
+    seed: int,
+    trains: bool = True,
 ) -> list[tuple[RewardSource, float]]:
     """The reward sources of features that score with models of the run, with their weights. A
     feature offers `reward_sources.sources_of` with these arguments.
 
     Args:
-        config: the flags.
+        features: the flags.
         frozen: role -> the model of that role, which does not train.
         folders: role -> local folder, of the models that features add.
         batch_tokens: most tokens of a forward pass.
+        seed: of the run.
+        trains: False for those of the held-out prompts of a run that trains, in place of its
+            reward; () if there are none.
     """
     sources: list[tuple[RewardSource, float]] = []
     for sources_of in hooks("reward_sources.sources_of"):
-        sources += sources_of(config, frozen, folders, batch_tokens)
+        sources += sources_of(features, frozen, folders, batch_tokens, seed, trains)
     return sources
 
 

@@ -23,7 +23,7 @@ from dschat_ppo.errors import UserError, in_one_line, without_credentials
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier, require_length
 from dschat_ppo.models.tokenizers import filler_id
-from dschat_ppo.models.wrapped_models import ScalarModel
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.planner.number_format import dtype_for_tool
 from dschat_ppo.ppo.evaluation import (
     STREAM,
@@ -50,9 +50,11 @@ from dschat_ppo.rewards.build_rewards import (
     build_sources,
     check_columns,
     check_sources,
+    further_models,
+    sources_with_models,
 )
 from dschat_ppo.rewards.learned_reward import model_reward
-from dschat_ppo.rewards.reward_source import RewardMixture
+from dschat_ppo.rewards.reward_source import RewardMixture, RewardSource
 from dschat_ppo.rollout.continuous_batching import Partner
 from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
 from dschat_ppo.rollout.generator import generate
@@ -93,20 +95,37 @@ def evaluate_models(request: EvaluationRequest) -> Evaluated:
     if rewards is not None and rewards.reward_model_name_or_path:
         name = rewards.reward_model_name_or_path
         [reward_model] = checked_models([(REWARD_FLAG, name)], request.prompts, is_scorer=True)
+    further = further_models(request.features)
+    checked_further = checked_models([(model.flag, model.name) for model in further], None)
     prompts, data_sets = _prompts(request, models)
     check_columns(functions, "--data_path", prompts[0]["row"])
     folders = [model.folder for model in models]
     if reward_model is not None:
         folders.append(reward_model.folder)
+    further_folders = {
+        model.role: checked.folder for model, checked in zip(further, checked_further, strict=True)
+    }
+    folders += further_folders.values()
     dtype = dtype_for_tool(args.dtype, folders)
 
     scorer = None
     if reward_model is not None:
         classifier = load_sequence_classifier(reward_model.folder, dtype, None, new_head=False)
         scorer = LoadedReward(reward_model, ScalarModel(classifier).to(dist.device()).eval())
+    further_policies: dict[str, PolicyModel] = {}
+    for role, folder in further_folders.items():
+        policy = PolicyModel(load_causal_lm(folder, dtype, None))
+        further_policies[role] = policy.to(dist.device()).eval()
+    further_sources = sources_with_models(
+        request.features,
+        further_policies.__getitem__,
+        further_folders,
+        args.max_batch_tokens,
+        request.settings.seed,
+    )
     results: list[Result] = []
     for model, rows in zip(models, prompts, strict=True):
-        results += _results_of(model, dtype, rows, data_sets, request, scorer)
+        results += _results_of(model, dtype, rows, data_sets, request, scorer, further_sources)
     if rewards is not None:
         _count_wins(results)
     flags = {
@@ -195,6 +214,7 @@ def _results_of(
     data_sets: Sequence[str],
     request: EvaluationRequest,
     scorer: LoadedReward | None,
+    further_sources: Sequence[tuple[RewardSource, float]],
 ) -> list[Result]:
     """Load a model and answer all prompts; one entry for each way of decoding. Responses depend on
     seed and prompt alone, not on batches; step 3 evaluates with the same seeds."""
@@ -208,7 +228,9 @@ def _results_of(
             request.features, checked.tokenizer, args.max_prompt_seq_len, None, at_end
         )
         configs = _generation_configs(model, checked, request, extensions)
-        mixture = _reward_mixture(request, checked, scorer, extensions)
+        mixture = _reward_mixture(
+            request, checked, scorer, [*reward_sources_of(extensions), *further_sources]
+        )
         at_end.enter_context(closing(mixture))
         reward_requests = RewardRequests(mixture, prompts, checked.tokenizer, extensions)
         sample = _rollouts_of(model, checked, extensions)
@@ -281,6 +303,7 @@ def _result(
     metrics = _metrics(rows, request.args.pass_score, is_scored)
     for extension in reward_requests.extensions:
         metrics |= extension.take_metrics()
+    metrics |= reward_requests.mixture.take_metrics()
     means: dict[str, float] = {}  # of each reward source
     if is_scored:
         for name in reward_requests.mixture.names:
@@ -293,9 +316,10 @@ def _reward_mixture(
     request: EvaluationRequest,
     checked: CheckedModel,
     scorer: LoadedReward | None,
-    extensions: Sequence[RolloutExtension],
+    others: Sequence[tuple[RewardSource, float]],
 ) -> RewardMixture:
-    """The reward sources that score the responses of a model; empty without a reward."""
+    """The reward sources that score the responses of a model, with those of features (`others`);
+    empty without a reward."""
     if request.rewards is None:
         return RewardMixture([])
     learned = None
@@ -311,7 +335,7 @@ def _reward_mixture(
             request.features,
             request.args.max_batch_tokens,
         )
-    return build_sources(request.rewards, learned, reward_sources_of(extensions))
+    return build_sources(request.rewards, learned, others)
 
 
 def _rollouts_of(

@@ -58,6 +58,7 @@ def _refuse_of_ppo(config: Any, flags: DistillationFlags) -> None:
         raise UserError("--distill_coef 0 leaves the teacher without effect; omit it")
     evaluates = bool(config.validation.eval_data_path)
     has_scores = config.has_rewards or config.validation.eval_reward_function is not None
+    has_scores = has_scores or bool(config.value("eval_judge"))
     if evaluates and not has_scores:
         raise UserError(
             "--eval_data_path: a teacher gives no score to held-out answers; give"

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.feature_needs import FurtherModel
-from dschat_ppo.features.judges.spec import FLAG
+from dschat_ppo.features.judges.spec import EVALUATION_FLAG, FLAG
 
 
 def check_further_model(
@@ -16,8 +16,8 @@ def check_further_model(
     trained: PreTrainedTokenizerBase,
 ) -> None:
     """Say so if a judge has no chat template. Arguments as `check_further_models`."""
-    if model.flag == FLAG and tokenizer.chat_template is None:
+    if model.flag in (FLAG, EVALUATION_FLAG) and tokenizer.chat_template is None:
         logger().warning(
-            f"{FLAG} {folder}: its tokenizer has no chat template, so it reads its question as"
+            f"{model.flag} {folder}: its tokenizer has no chat template, so it reads its question as"
             " plain text; a model that was trained on chats judges better"
         )

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 from dschat_ppo.config.schema import check_values, flag, require_used
 from dschat_ppo.config.step_config import HasFeatures
-from dschat_ppo.features.judges.spec import FLAG, JudgeSpec, parse_judges
+from dschat_ppo.features.judges.spec import (
+    FLAG,
+    JudgeSpec,
+    parse_evaluation_judges,
+    parse_judges,
+)
 
 
 @dataclass(frozen=True)
@@ -21,13 +26,9 @@ class JudgeFlags:
         " SOURCE= in front: only for the rows of this data source (docs/rewards.md)",
         check=parse_judges,
     )
-    offload_judge_models: bool = flag(
-        False, "keep the parameters of judges in host memory (needs --actor_zero_stage 3)"
-    )
 
     def __post_init__(self) -> None:
         check_values(self)
-        require_used(self, "offload_judge_models", when=bool(self.judge), purpose=FLAG)
 
     @property
     def specs(self) -> list[JudgeSpec]:
@@ -35,10 +36,15 @@ class JudgeFlags:
         return parse_judges(self.judge)
 
     @property
+    def all_specs(self) -> list[JudgeSpec]:
+        """Those of all flags."""
+        return self.specs
+
+    @property
     def roles(self) -> dict[str, str]:
         """Model -> its role, as in `StepConfig.models`; judges of one model share it."""
         roles = dict[str, str]()
-        for spec in self.specs:
+        for spec in self.all_specs:
             role = "judge"
             if roles:
                 role = f"judge {len(roles) + 1}"
@@ -46,21 +52,47 @@ class JudgeFlags:
         return roles
 
 
-FLAGS = {"ppo": JudgeFlags}
+@dataclass(frozen=True)
+class TrainingJudgeFlags(JudgeFlags):
+    """Judges: language models that score answers (docs/rewards.md)."""
+
+    eval_judge: list[str] = flag(
+        [],
+        "judges, written as for --judge, that score the held-out prompts in place of the training"
+        " reward",
+        check=parse_evaluation_judges,
+    )
+    offload_judge_models: bool = flag(
+        False, "keep the parameters of judges in host memory (needs --actor_zero_stage 3)"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_used(self, "offload_judge_models", when=bool(self.all_specs), purpose=FLAG)
+
+    @property
+    def evaluation_specs(self) -> list[JudgeSpec]:
+        """What each `--eval_judge` says."""
+        return parse_evaluation_judges(self.eval_judge)
+
+    @property
+    def all_specs(self) -> list[JudgeSpec]:
+        """Those of all flags."""
+        return [*self.specs, *self.evaluation_specs]
+
+
+FLAGS = {"ppo": TrainingJudgeFlags, "evaluate": JudgeFlags}
 REWARDING = (FLAG,)
 
 
 def gives_rewards(flags: HasFeatures) -> bool:
     """Whether a judge scores answers."""
-    try:
-        return bool(flags.of(JudgeFlags).judge)
-    except LookupError:  # a command without judges
-        return False
+    return bool(flags.of(JudgeFlags).judge)
 
 
 def files(flags: HasFeatures) -> list[tuple[str, str]]:
     """(flag with its value, file) of each template of the user."""
-    specs = flags.of(JudgeFlags).specs
+    specs = flags.of(JudgeFlags).all_specs
     return [
         (f"{FLAG} template={spec.template}", spec.template)
         for spec in specs

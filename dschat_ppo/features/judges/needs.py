@@ -1,27 +1,32 @@
-"""What judges need of a run."""
+"""What judges need of a run, or of an evaluation."""
 
 from __future__ import annotations
 
 from dschat_ppo.config.feature_needs import FurtherModel, Needs
-from dschat_ppo.config.step_config import StepConfig
-from dschat_ppo.features.judges.flags import JudgeFlags
-from dschat_ppo.features.judges.spec import FLAG
+from dschat_ppo.config.step_config import HasFeatures, StepConfig
+from dschat_ppo.features.judges.flags import JudgeFlags, TrainingJudgeFlags
 
 
 def needs_of(config: StepConfig) -> Needs:
     """The models of the judges."""
     if config.kind != "ppo":
         return Needs()
-    flags = config.of(JudgeFlags)
+    return Needs(_models(config.of(TrainingJudgeFlags), config.value("offload_judge_models")))
+
+
+def models_of_evaluation(features: HasFeatures) -> list[FurtherModel]:
+    """The models of the judges of an evaluation."""
+    return _models(features.of(JudgeFlags), offload=False)
+
+
+def _models(flags: JudgeFlags, offload: bool) -> list[FurtherModel]:
     models = []
     for name, role in flags.roles.items():
-        routes = [spec.sources for spec in flags.specs if spec.model == name]
+        specs = [spec for spec in flags.all_specs if spec.model == name]
         sources: list[str] = []
-        if all(routes):
-            sources = [source for route in routes for source in route]
+        if all(spec.sources for spec in specs):
+            sources = [source for spec in specs for source in spec.sources]
         models.append(
-            FurtherModel(
-                role, FLAG, name, sources, flags.offload_judge_models, reads_tokens_of_actor=False
-            )
+            FurtherModel(role, specs[0].flag, name, sources, offload, reads_tokens_of_actor=False)
         )
-    return Needs(models)
+    return models

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from dschat_ppo.config.ppo_config import PPOConfig
-from dschat_ppo.features.judges.flags import JudgeFlags
+from dschat_ppo.config.step_config import HasFeatures
+from dschat_ppo.features.judges.flags import JudgeFlags, TrainingJudgeFlags
 from dschat_ppo.features.judges.labels import LabelReader
 from dschat_ppo.features.judges.prompts import JudgePrompts
 from dschat_ppo.features.judges.source import JudgeReward
-from dschat_ppo.features.judges.spec import FLAG
 from dschat_ppo.features.judges.verdicts import Asking
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.tokenizers import read_tokenizer
@@ -19,19 +18,24 @@ from dschat_ppo.types import Model
 
 
 def sources_of(
-    config: PPOConfig,
+    features: HasFeatures,
     frozen: Callable[[str], Model],
     folders: Mapping[str, str],
     batch_tokens: int,
+    seed: int,
+    trains: bool,
 ) -> list[tuple[RewardSource, float]]:
     """The judges with their weights; arguments as `sources_with_models`."""
-    flags = config.of(JudgeFlags)
+    flags = features.of(JudgeFlags)
+    specs = flags.specs
+    if not trains:
+        specs = features.of(TrainingJudgeFlags).evaluation_specs
     sources: list[tuple[RewardSource, float]] = []
-    for spec in flags.specs:
+    for spec in specs:
         role = flags.roles[spec.model]
         folder = folders[role]
-        positions = most_tokens(load_config(folder, FLAG))
-        prompts = JudgePrompts(spec, read_tokenizer(folder, FLAG), positions)
+        positions = most_tokens(load_config(folder, spec.flag))
+        prompts = JudgePrompts(spec, read_tokenizer(folder, spec.flag), positions)
         reader = LabelReader(frozen(role), prompts.label_ids, batch_tokens)
-        sources.append((JudgeReward(Asking(prompts, config.run.seed), reader), spec.weight))
+        sources.append((JudgeReward(Asking(prompts, seed), reader), spec.weight))
     return sources

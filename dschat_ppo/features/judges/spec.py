@@ -13,6 +13,7 @@ from dschat_ppo.config.ppo_flags import split_weight
 from dschat_ppo.errors import UserError
 
 FLAG = "--judge"
+EVALUATION_FLAG = "--eval_judge"
 READABLE = ("final", "spoken", "thoughts", "episode")  # texts of a response
 PAIRS = "pairs"  # `compare`: with others of the group
 REFERENCE = "reference"  # `compare`: with the right answer
@@ -41,12 +42,13 @@ class JudgeSpec:
     rubric: str = ""  # column of criteria; "": one question
     compare: str = ""  # `PAIRS` or `REFERENCE`; "": each response alone
     rivals: int = 0  # of a response, with `PAIRS`; 0: all others of its group
+    flag: str = FLAG  # that named it
 
     def __str__(self) -> str:
         route = ""
         if self.sources:
             route = ",".join(self.sources) + "="
-        return f"{FLAG} {route}{self.model}"
+        return f"{self.flag} {route}{self.model}"
 
     @property
     def values(self) -> list[float]:
@@ -54,10 +56,10 @@ class JudgeSpec:
         return [index / (len(self.labels) - 1) for index in range(len(self.labels))]
 
 
-def parse_judge(text: str) -> JudgeSpec:
+def parse_judge(text: str, flag: str = FLAG) -> JudgeSpec:
     """Read `[SOURCE=]NAME[?key=value&key=value][:weight]`, percent-decoded as the settings of
-    reward functions. `UserError` names what is wrong."""
-    as_given = f"{FLAG} {text}"
+    reward functions. `UserError` names the `flag` and what is wrong."""
+    as_given = f"{flag} {text}"
     sources, unrouted = _split_route(text, as_given)
     model, mark, query = unrouted.partition("?")
     if mark:
@@ -89,6 +91,7 @@ def parse_judge(text: str) -> JudgeSpec:
         rubric=settings["rubric"],
         compare=settings["compare"],
         rivals=int(settings["rivals"] or 0),
+        flag=flag,
     )
 
 
@@ -109,8 +112,17 @@ def _check_comparison(settings: dict[str, str], query: str, as_given: str) -> No
 
 
 def parse_judges(texts: Sequence[str]) -> list[JudgeSpec]:
-    """The judges of the flag."""
+    """The judges of `--judge`."""
     return [parse_judge(text) for text in texts]
+
+
+def parse_evaluation_judges(texts: Sequence[str]) -> list[JudgeSpec]:
+    """The judges of `--eval_judge`, which read all held-out prompts."""
+    specs = [parse_judge(text, EVALUATION_FLAG) for text in texts]
+    for spec, text in zip(specs, texts, strict=True):
+        if spec.sources:
+            raise UserError(f"{EVALUATION_FLAG} {text}: it judges all prompts; omit the route")
+    return specs
 
 
 def _split_route(text: str, as_given: str) -> tuple[tuple[str, ...], str]:

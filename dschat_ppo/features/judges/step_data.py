@@ -9,7 +9,7 @@ from typing import Any
 from dschat_ppo.config.data_flags import PromptColumn, StepData
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError
-from dschat_ppo.features.judges.flags import JudgeFlags
+from dschat_ppo.features.judges.flags import TrainingJudgeFlags
 from dschat_ppo.features.judges.rubric import criteria_of
 from dschat_ppo.features.judges.spec import REFERENCE, JudgeSpec
 
@@ -20,7 +20,7 @@ def changed(config: StepConfig, data: StepData) -> StepData:
     if config.kind != "ppo":
         return data
     columns = list(data.prompt_columns)
-    for number, spec in enumerate(config.of(JudgeFlags).specs, start=1):
+    for number, spec in enumerate(config.of(TrainingJudgeFlags).all_specs, start=1):
         if spec.rubric or spec.compare == REFERENCE:
             name = f"judge_{number}_needs"
             identity = f"{spec.rubric} {spec.compare} {','.join(spec.sources)}"

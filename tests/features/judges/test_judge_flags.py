@@ -63,7 +63,24 @@ def test_what_a_spec_says(text, model, weight, sources, labels):
             "--judge J: compare=pairs needs --n_samples_per_prompt 2 or more",
         ),
         ("--judge J?compare=pairs --eval_data_path e", "needs --eval_samples 2 or more"),
-        ("--judge J?compare=pairs --advantage_estimator remax", "no rival for the greedy answer"),
+        (
+            "--judge J?compare=pairs --advantage_estimator remax",
+            "needs --advantage_estimator another",
+        ),
+        ("--judge J --eval_judge K", "--eval_judge scores held-out prompts: give --eval_data_path"),
+        (
+            "--judge J --eval_data_path e --eval_judge a=K",
+            "--eval_judge a=K: it judges all",
+        ),
+        ("--judge J --eval_data_path e --eval_judge K:nan", "--eval_judge K:nan: the weight must"),
+        (
+            "--judge J --eval_data_path e --eval_judge K --eval_reward_function length",
+            "--eval_judge and --eval_reward_function both score",
+        ),
+        (
+            "--judge J --eval_data_path e --eval_judge K?compare=pairs",
+            "--eval_judge K: compare=pairs needs --eval_samples 2 or more",
+        ),
         ("", "give --reward_function, --remote_reward_url, .*--judge"),
     ],
 )
