@@ -18,6 +18,6 @@ def check_further_model(
     """Say so if a judge has no chat template. Arguments as `check_further_models`."""
     if model.flag in (FLAG, EVALUATION_FLAG) and tokenizer.chat_template is None:
         logger().warning(
-            f"{model.flag} {folder}: its tokenizer has no chat template, so it reads its question as"
-            " plain text; a model that was trained on chats judges better"
+            f"{model.flag} {folder}: its tokenizer has no chat template, so it reads its question"
+            " as plain text; a model that was trained on chats judges better"
         )
