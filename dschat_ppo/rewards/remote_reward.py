@@ -5,48 +5,33 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
-import random
 import ssl
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.config.ppo_flags import ADDRESS_NEEDED
 from dschat_ppo.data.examples import TRUTH
 from dschat_ppo.errors import (
     HIDDEN,
     UserError,
-    printable_line,
-    reading,
     remember_credentials,
-    safe_text,
     without_credentials,
 )
 from dschat_ppo.rewards.call_forms import LARGEST
+from dschat_ppo.rewards.http_client import Service, beginning_of, httpx, run_all
 from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError, is_routed_to
 from dschat_ppo.types import Rollout
-
-try:  # whichever huggingface_hub requires, and so has imported
-    import httpx2 as httpx
-except ModuleNotFoundError:
-    import httpx  # type: ignore[no-redef]
 
 FLAG = "--remote_reward_url"
 VARIABLE = "DSCHAT_PPO_REMOTE_REWARD_URL"  # addresses with their credentials
 LABELS = (TRUTH, "label", "answer")
-FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0
-_SHOWN = 200  # characters of what a service sends
-_READ = 10_000  # bytes of it in which credentials are hidden first: the cut may divide one
-_HEARTBEAT_SECONDS = 1.0
-# it logs addresses with their credentials
-logging.getLogger(httpx.__name__).setLevel(logging.WARNING)
 
 
 def usable_urls(urls: list[str]) -> list[str]:
@@ -92,12 +77,11 @@ class RemoteReward:
         sources: Sequence[str] = (),
     ):
         self.urls = usable_urls(urls)
-        self.timeout = timeout
-        self.retries = retries
+        self.service = Service(FLAG, self.urls, timeout, "--remote_reward_timeout", retries)
         self.batch_size = batch_size
         self.sources = sources
         self.certificates = ssl.create_default_context()  # of the system, or of SSL_CERT_FILE
-        self._client()  # fails here, before models are loaded
+        self.service.client(self.certificates)  # fails here, before models are loaded
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
         """(B,) fp32 on the CPU; NaN for rows of other data sources, which are not sent.
@@ -110,35 +94,23 @@ class RemoteReward:
         scores[rows] = torch.tensor(routed, dtype=torch.float32)
         return scores
 
-    def _client(self) -> httpx.AsyncClient:
-        with reading(f"{FLAG}: a proxy of the environment variables cannot be used"):
-            return httpx.AsyncClient(verify=self.certificates, timeout=None)
-
     async def _score(self, request: RewardRequest) -> list[float]:
         """Scores of all batches. Connections are closed at the end: a service may restart before
         the next call."""
-        free = asyncio.Semaphore(len(self.urls))
-        client = self._client()
-
-        async def score(start: int) -> list[float]:
-            async with free:
-                batch = request.select(range(start, min(start + self.batch_size, len(request))))
-                return await self._score_batch(
-                    client, batch, dist.rank() + start // self.batch_size
-                )
-
+        client = self.service.client(self.certificates)
+        jobs = []
+        for start in range(0, len(request), self.batch_size):
+            batch = request.select(range(start, min(start + self.batch_size, len(request))))
+            first = dist.rank() + start // self.batch_size
+            jobs.append(partial(self._score_batch, client, batch, first))
         async with client:
-            scoring = asyncio.gather(*map(score, range(0, len(request), self.batch_size)))
-            while not (await asyncio.wait([scoring], timeout=_HEARTBEAT_SECONDS))[0]:
-                heartbeat()  # a service that hangs is found by the time limit of the request
-            return [score for batch in await scoring for score in batch]
+            scores_of_batches = await run_all(jobs, len(self.urls))
+        return [score for scores in scores_of_batches for score in scores]
 
     async def _score_batch(
         self, client: httpx.AsyncClient, batch: RewardRequest, first: int
     ) -> list[float]:
-        """Scores of one batch, which goes to the address of number `first`, then to the next. The
-        wait doubles from attempt to attempt. Each is shortened at random by up to a half, so that
-        ranks do not retry at the same time."""
+        """Scores of one batch, which goes to the address of number `first`, then to the next."""
         query = {
             "query": [
                 prompt + response
@@ -148,33 +120,8 @@ class RemoteReward:
             "labels": [label_of(row) for row in batch.rows],
         }
         body = json.dumps(query, default=str).encode()
-        headers = {"Content-Type": "application/json"}
-        for attempt in range(self.retries + 1):
-            url = self.urls[(first + attempt) % len(self.urls)]
-            # the library's own limits are for each read: a service that sends a byte now and then
-            # exceeds none
-            try:
-                reply = await asyncio.wait_for(
-                    client.post(url, content=body, headers=headers), self.timeout
-                )
-            except asyncio.TimeoutError:
-                cause = f"no complete reply in {self.timeout:g} s (--remote_reward_timeout)"
-            except httpx.RequestError as problem:
-                cause = (
-                    f"{type(problem).__name__}: {printable_line(safe_text(str(problem))[:_SHOWN])}"
-                )
-            else:
-                if reply.status_code == 200:
-                    return read_rewards(reply.content, len(batch), url)
-                cause = f"status {reply.status_code}: {_beginning_of(reply.content)}"
-                if reply.status_code != 429 and reply.status_code < 500:
-                    raise RewardServiceError(f"{FLAG} {url}: refused the request with {cause}")
-            if attempt < self.retries:
-                longest = min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2**attempt)
-                await asyncio.sleep(longest * random.uniform(0.5, 1.0))
-        raise RewardServiceError(
-            f"{FLAG} {url}: no reply in {self.retries + 1} attempts; the last: {cause}"
-        )
+        content, url = await self.service.request(client, body, first)
+        return read_rewards(content, len(batch), url)
 
 
 def label_of(row: dict[str, Any]) -> Any:
@@ -202,10 +149,5 @@ def read_rewards(content: bytes, rows: int, url: str) -> list[float]:
     except (ValueError, TypeError, LookupError, RecursionError):
         problem = "is not JSON with a list 'rewards'"
     raise RewardServiceError(
-        f"{FLAG} {url}: its reply {problem} (it starts with '{_beginning_of(content)}')"
+        f"{FLAG} {url}: its reply {problem} (it starts with '{beginning_of(content)}')"
     )
-
-
-def _beginning_of(content: bytes) -> str:
-    """The first characters of a reply, for a message."""
-    return printable_line(safe_text(content[:_READ].decode(errors="replace"))[:_SHOWN])

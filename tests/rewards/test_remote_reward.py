@@ -20,7 +20,7 @@ import torch
 
 from dschat_ppo import errors
 from dschat_ppo.errors import UserError
-from dschat_ppo.rewards import remote_reward
+from dschat_ppo.rewards import http_client, remote_reward
 from dschat_ppo.rewards.remote_reward import RemoteReward, label_of
 from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError
 
@@ -33,7 +33,7 @@ REQUEST = RewardRequest.of(
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    monkeypatch.setattr(remote_reward, "FIRST_WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(http_client, "FIRST_WAIT_SECONDS", 0.02)
 
 
 class Service:
@@ -219,8 +219,8 @@ def test_waits_double_up_to_the_longest(serve, monkeypatch):
     async def sleep(seconds):
         waits.append(seconds)
 
-    monkeypatch.setattr(remote_reward.asyncio, "sleep", sleep)
-    monkeypatch.setattr(remote_reward, "LONGEST_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(http_client.asyncio, "sleep", sleep)
+    monkeypatch.setattr(http_client, "LONGEST_WAIT_SECONDS", 0.1)
     with pytest.raises(RewardServiceError, match="6 attempts"):
         ask(serve((500, b"")).url, retries=5)
     shares = [
@@ -267,8 +267,8 @@ def test_heartbeats_are_sent_while_a_request_waits(serve, monkeypatch):
         handler.reply(*ok(1, 2, 3))
 
     beats = []
-    monkeypatch.setattr(remote_reward, "_HEARTBEAT_SECONDS", 0.05)
-    monkeypatch.setattr(remote_reward, "heartbeat", lambda: beats.append(1))
+    monkeypatch.setattr(http_client, "_HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(http_client, "heartbeat", lambda: beats.append(1))
     assert ask(serve(late).url).tolist() == [1, 2, 3]
     assert len(beats) > 2
 

@@ -12,7 +12,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import quiet_libraries
-from dschat_ppo.rewards import remote_reward
+from dschat_ppo.rewards import http_client
 from dschat_ppo.run.launch import leave
 from dschat_ppo.run.process_group import init_process_group
 
@@ -38,4 +38,4 @@ def be_quick() -> None:
     cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
     DeepSpeedZeroConfig.model_fields["reduce_bucket_size"].default = 10**6
     DeepSpeedZeroConfig.model_rebuild(force=True)
-    remote_reward.FIRST_WAIT_SECONDS = 0.05  # between attempts
+    http_client.FIRST_WAIT_SECONDS = 0.05  # between attempts
