@@ -191,6 +191,7 @@ def roles_of(
     if on_gpu:
         device_type = "cuda"
     roles = list[Role]()
+    offloads_further = {model.role: model.offload for model in config.further_models}
     for name, model in models.items():
         sizes = _sizes_of_role(config, name, model, on_gpu)
         shared = _shared_parameters(config, name, sizes, roles)
@@ -202,7 +203,10 @@ def roles_of(
             stage = roles[0].stage
             if name == "reward" and not shared:
                 stage = flags["critic_zero_stage"]
-            offloads = flags[f"offload_{name.split()[0]}_model"]
+            if name in offloads_further:
+                offloads = offloads_further[name]
+            else:
+                offloads = flags[f"offload_{name}_model"]
             ds_config = eval_config(stage, config.run.dtype, offloads, ranks)
         zero = ds_config["zero_optimization"]
         by_layer = name == "actor" and flags["unpin_actor_parameters"]

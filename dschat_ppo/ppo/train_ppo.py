@@ -140,6 +140,9 @@ def further_sources(
     config: PPOConfig, begun: BegunPPO, engines: RLHFEngine, trains: bool
 ) -> list[tuple[RewardSource, float]]:
     """`sources_with_models` of this run."""
+    resumable_output = None
+    if begun.session is not None:  # an evaluation alone is not resumed
+        resumable_output = begun.output
     return sources_with_models(
         config,
         engines.frozen,
@@ -147,6 +150,7 @@ def further_sources(
         begun.plan.micro_batch_tokens,
         config.run.seed,
         trains,
+        resumable_output,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from dschat_ppo.common.logging import logger
@@ -184,6 +185,7 @@ def sources_with_models(
     batch_tokens: int,
     seed: int,
     trains: bool = True,
+    output: Path | None = None,
 ) -> list[tuple[RewardSource, float]]:
     """The reward sources of features that score with models of the run, with their weights. A
     feature offers `reward_sources.sources_of` with these arguments.
@@ -196,10 +198,11 @@ def sources_with_models(
         seed: of the run.
         trains: False for those of the held-out prompts of a run that trains, in place of its
             reward; () if there are none.
+        output: the folder of a run that may be resumed; None: there is none.
     """
     sources: list[tuple[RewardSource, float]] = []
     for sources_of in hooks("reward_sources.sources_of"):
-        sources += sources_of(features, frozen, folders, batch_tokens, seed, trains)
+        sources += sources_of(features, frozen, folders, batch_tokens, seed, trains, output)
     return sources
 
 

@@ -96,7 +96,9 @@ def evaluate_models(request: EvaluationRequest) -> Evaluated:
         name = rewards.reward_model_name_or_path
         [reward_model] = checked_models([(REWARD_FLAG, name)], request.prompts, is_scorer=True)
     further = further_models(request.features)
-    checked_further = checked_models([(model.flag, model.name) for model in further], None)
+    checked_further: list[CheckedModel] = []
+    if further:
+        checked_further = checked_models([(model.flag, model.name) for model in further], None)
     prompts, data_sets = _prompts(request, models)
     check_columns(functions, "--data_path", prompts[0]["row"])
     folders = [model.folder for model in models]

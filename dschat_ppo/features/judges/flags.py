@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from dschat_ppo.config.schema import check_values, flag, require_used
+from dschat_ppo.config.schema import check_values, flag, positive, require_used
 from dschat_ppo.config.step_config import HasFeatures
 from dschat_ppo.features.judges.spec import (
     FLAG,
@@ -21,14 +21,26 @@ class JudgeFlags:
 
     judge: list[str] = flag(
         [],
-        "judges: folder or hub name of a language model, which does not train, with optional"
-        " ?key=value settings (labels, template, answer, rubric, compare, rivals) and :weight;"
+        "judges: folder or hub name of a language model, which does not train, or an address"
+        " http://HOST/v1, with optional ?key=value settings (labels, template, answer, rubric,"
+        " compare, rivals; of an address reads, max_tokens, temperature, model) and :weight;"
         " SOURCE= in front: only for the rows of this data source (docs/rewards.md)",
         check=parse_judges,
     )
 
+    judge_timeout: float = flag(
+        60.0, "timeout of a request to a judge at an address, in seconds", range="seconds_to_days"
+    )
+    judge_requests: int = positive(16, "requests at a time to a judge at an address, on each rank")
+
     def __post_init__(self) -> None:
         check_values(self)
+        require_used(
+            self,
+            "judge_timeout judge_requests",
+            when=any(spec.is_address for spec in self.all_specs),
+            purpose="a judge at an address",
+        )
 
     @property
     def specs(self) -> list[JudgeSpec]:
@@ -45,6 +57,8 @@ class JudgeFlags:
         """Model -> its role, as in `StepConfig.models`; judges of one model share it."""
         roles = dict[str, str]()
         for spec in self.all_specs:
+            if spec.is_address:
+                continue
             role = "judge"
             if roles:
                 role = f"judge {len(roles) + 1}"

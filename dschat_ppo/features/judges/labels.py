@@ -19,24 +19,31 @@ from dschat_ppo.types import FinishReason, Model, Rollout
 _FILLER = 0  # masks mark the real tokens, so any id works
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LabelReader:
     """Reads the log-probs of labels after questions."""
 
     engine: Model  # around a `PolicyModel`, or the model itself
     label_ids: Sequence[list[int]]  # of the L labels, each with its final token
     batch_tokens: int  # most tokens of a forward pass
+    # what was asked so far
+    asked: int = 0
+    tokens_in: int = 0
+    tokens_out: int = 0
+    unread: str = ""  # no reply is without a verdict
 
     @torch.no_grad()
-    def logprobs(self, questions: Sequence[list[int]]) -> Tensor:
+    def logprobs(self, questions: Sequence[Sequence[int]]) -> Tensor:
         """log p(label, end | question), (n, L) fp64 on the CPU, of n questions as token ids; each
         runs once for all of its labels. Collective: all ranks run equally many passes."""
+        self.asked += len(questions)
+        self.tokens_in += sum(map(len, questions))
         label_count = len(self.label_ids)
         most_questions = dist.all_reduce(torch.tensor(len(questions), device=dist.device()), "max")
         if int(most_questions) == 0:
             return torch.zeros(0, label_count, dtype=torch.float64)
         # a rank without a question runs one of a single token, because layers may be gathered
-        run_questions = questions or [[_FILLER]]
+        run_questions = list(questions) or [(_FILLER,)]
         count = len(run_questions)
         question_of_row = torch.arange(count).repeat_interleave(label_count)
         label_of_row = torch.arange(label_count).repeat(count)
@@ -60,7 +67,7 @@ class LabelReader:
             sums[host_indices] = outputs.logprobs.double().sum(dim=1).cpu()
         return sums.view(count, label_count)[: len(questions)]
 
-    def _rows(self, questions: Sequence[list[int]], labels: Sequence[list[int]]) -> Rollout:
+    def _rows(self, questions: Sequence[Sequence[int]], labels: Sequence[list[int]]) -> Rollout:
         """Rows [question | label and end] on the device of the model."""
         device = self.engine.device
         token_rows = [{"prompt_ids": ids} for ids in questions]

@@ -35,9 +35,14 @@ from dschat_ppo.rewards.remote_reward import label_of
 MOST_TOKENS = 8192  # of a text that a judge reads; longer ones lose their middle
 LEAST_TOKENS = 16  # of a response that is cut because the judge has few positions
 _CUT = "\n[...]\n"
+_CHARACTERS = 4  # of a token of a judge whose tokenizer is not known
 _TAIL = 64  # characters after which a label is encoded
 # a judge does not think before its verdict; templates with such a variable close the thought
 _WITHOUT_THOUGHTS = {"enable_thinking": False}
+
+
+# as token ids, or as a text for a judge at an address
+Question = tuple[int, ...] | str
 
 
 @dataclass(frozen=True)
@@ -50,9 +55,12 @@ class Judged:
 
 
 class JudgePrompts:
-    """Writes what a judge reads, for its `tokenizer`. `positions`: most tokens of a row."""
+    """Writes what a judge reads, for its `tokenizer`; None for a judge at an address. `positions`:
+    most tokens of a row."""
 
-    def __init__(self, spec: JudgeSpec, tokenizer: PreTrainedTokenizerBase, positions: int):
+    def __init__(
+        self, spec: JudgeSpec, tokenizer: PreTrainedTokenizerBase | None, positions: int = 0
+    ):
         self.spec = spec
         self.tokenizer = tokenizer
         self.positions = positions
@@ -63,13 +71,16 @@ class JudgePrompts:
             lstrip_blocks=True,
         )
         self._jinja.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "sort_keys": True}
-        self.label_ids = [self._ids_of_label(label) for label in spec.labels]
+        self.label_ids = list[list[int]]()
+        if tokenizer is not None:
+            self.label_ids = [self._ids_of_label(tokenizer, label) for label in spec.labels]
 
-    def ids(
+    def question(
         self, judged: Judged, criterion: str | None = None, answers: Sequence[str] = ()
-    ) -> list[int]:
-        """The token ids of the question about a response, after which the judge gives its verdict.
-        `UserError` if the template cannot be filled in, or the judge has too few positions.
+    ) -> Question:
+        """The question about a response, after which the judge gives its verdict: token ids, or for
+        a judge at an address its text. `UserError` if the template cannot be filled in, or the
+        judge has too few positions.
 
         Args:
             judged: the response.
@@ -77,9 +88,11 @@ class JudgePrompts:
             answers: the two of a pair, in order; (): the response alone.
         """
         answers = answers or [self.answer(judged)]
-        room = self.positions - max(map(len, self.label_ids))
         most = MOST_TOKENS
-        ids = self._ids_of_message(self._message(judged, criterion, answers, most))
+        if self.tokenizer is None:
+            return self._message(judged, criterion, answers, most)
+        room = self.positions - max(map(len, self.label_ids))
+        ids = self._ids_of_message(self.tokenizer, self._message(judged, criterion, answers, most))
         while len(ids) > room:
             longest = max(answers, key=len)
             cut = encode_after(self.tokenizer, "", self._shortened(longest, most))
@@ -89,8 +102,10 @@ class JudgePrompts:
                     f"its question has {len(ids)} tokens, but the judge reads {room} before its"
                     " verdict; shorten the template, or take a judge with more positions"
                 )
-            ids = self._ids_of_message(self._message(judged, criterion, answers, most))
-        return ids
+            ids = self._ids_of_message(
+                self.tokenizer, self._message(judged, criterion, answers, most)
+            )
+        return tuple(ids)
 
     def answer(self, judged: Judged) -> str:
         """The text of the response that the judge reads."""
@@ -129,60 +144,74 @@ class JudgePrompts:
             tag = f"answer-{seed[:8]}"
         fenced = []
         for answer in answers:
-            safe_answer = divided(self.tokenizer, _clean(answer))
-            fenced.append(f"<{tag}>\n{SPLIT}{safe_answer}{SPLIT}\n</{tag}>")
+            safe_answer = self._safe(answer)
+            if self.tokenizer is not None:
+                safe_answer = f"{SPLIT}{safe_answer}{SPLIT}"
+            fenced.append(f"<{tag}>\n{safe_answer}\n</{tag}>")
         return fenced
 
     def _written(self, value: Any) -> str:
         """What the template writes of a value."""
         if value is None:
             raise UserError("it writes a value that this row does not have (None)")
-        return divided(self.tokenizer, _clean(str(value)))
+        return self._safe(str(value))
+
+    def _safe(self, text: str) -> str:
+        """A text that any tokenizer takes: without halves of surrogates, and without special
+        tokens."""
+        clean = text.encode("utf-8", "replace").decode()
+        if self.tokenizer is None:
+            return clean
+        return divided(self.tokenizer, clean)
 
     def _shortened(self, text: str, most: int) -> str:
         """A text without its middle, if it has more than `most` tokens."""
         if len(text.encode("utf-8", "replace")) <= most:
             return text
-        ids = encode_after(self.tokenizer, "", _clean(text))
+        text = text.encode("utf-8", "replace").decode()
+        if self.tokenizer is None:
+            half = most * _CHARACTERS // 2
+            if len(text) <= 2 * half:
+                return text
+            return text[:half] + _CUT + text[-half:]
+        ids = encode_after(self.tokenizer, "", text)
         if len(ids) <= most:
             return text
         start = decoded(self.tokenizer, ids[: most // 2])
         end = decoded(self.tokenizer, ids[-(most // 2) :])
         return start + _CUT + end
 
-    def _opening(self, message: str) -> str:
+    def _opening(self, tokenizer: PreTrainedTokenizerBase, message: str) -> str:
         """The text of the message in the judge's chat template, up to its verdict."""
         messages: Messages = [{"role": "user", "content": message}]
-        opening = render(self.tokenizer, messages, True, None, _WITHOUT_THOUGHTS)
+        opening = render(tokenizer, messages, True, None, _WITHOUT_THOUGHTS)
         if opening.rstrip().endswith("<think>"):
             opening = opening.rstrip() + "\n</think>\n\n"
         return opening
 
-    def _ids_of_message(self, message: str) -> list[int]:
+    def _ids_of_message(self, tokenizer: PreTrainedTokenizerBase, message: str) -> list[int]:
         """The ids of a message, whose pieces between `SPLIT`s are encoded one by one."""
-        if self.tokenizer.chat_template is None:
+        if tokenizer.chat_template is None:
             first, *pieces = message.split(SPLIT)
-            ids = encode_prompt(self.tokenizer, first)
+            ids = encode_prompt(tokenizer, first)
         else:
-            first, *pieces = self._opening(message).split(SPLIT)
-            ids = encode_after(self.tokenizer, "", first)
+            first, *pieces = self._opening(tokenizer, message).split(SPLIT)
+            ids = encode_after(tokenizer, "", first)
         before = first
         for piece in pieces:
-            ids = ids + encode_after(self.tokenizer, before[-_TAIL:], piece)
+            ids = ids + encode_after(tokenizer, before[-_TAIL:], piece)
             before = before[-_TAIL:] + piece
         return ids
 
-    def _ids_of_label(self, label: str) -> list[int]:
+    def _ids_of_label(self, tokenizer: PreTrainedTokenizerBase, label: str) -> list[int]:
         """The ids of a verdict with the token that ends it."""
-        if self.tokenizer.chat_template is None:
-            [ids] = encode_example(self.tokenizer, Example("?\n", [label])).answers
+        if tokenizer.chat_template is None:
+            [ids] = encode_example(tokenizer, Example("?\n", [label])).answers
             return ids
         messages: Messages = [{"role": "user", "content": "?"}]
-        opening = self._opening("?")
-        turn, final_id = render_answer(
-            self.tokenizer, messages, opening, label, None, _WITHOUT_THOUGHTS
-        )
-        ids = encode_after(self.tokenizer, opening[-_TAIL:], turn)
+        opening = self._opening(tokenizer, "?")
+        turn, final_id = render_answer(tokenizer, messages, opening, label, None, _WITHOUT_THOUGHTS)
+        ids = encode_after(tokenizer, opening[-_TAIL:], turn)
         if ids[-1:] != [final_id]:
             ids = [*ids, final_id]
         return ids
@@ -191,11 +220,6 @@ class JudgePrompts:
 def is_blank(answer: str) -> bool:
     """Whether a response has neither a letter nor a digit."""
     return not any(character.isalnum() for character in answer)
-
-
-def _clean(text: str) -> str:
-    """A text that any tokenizer takes: without halves of surrogates."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def _messages_of(judged: Judged) -> Messages:

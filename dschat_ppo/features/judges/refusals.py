@@ -20,7 +20,7 @@ def refuse(config: StepConfig) -> None:
     flags = config.of(TrainingJudgeFlags)
     if not flags.all_specs:
         return
-    if config.ranks_of_row > 1:
+    if config.ranks_of_row > 1 and flags.roles:
         raise UserError(
             f"--sequence_parallel_size {config.ranks_of_row}: {FLAG} needs whole rows on a rank;"
             " use 1"

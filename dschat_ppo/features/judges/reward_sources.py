@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
+from dschat_ppo.checkpoint.store import CheckpointFolder
 from dschat_ppo.config.step_config import HasFeatures
+from dschat_ppo.features.judges.addresses import AddressReader
+from dschat_ppo.features.judges.checkpoint_folders import JOURNAL
 from dschat_ppo.features.judges.flags import JudgeFlags, TrainingJudgeFlags
 from dschat_ppo.features.judges.labels import LabelReader
 from dschat_ppo.features.judges.prompts import JudgePrompts
-from dschat_ppo.features.judges.source import JudgeReward
+from dschat_ppo.features.judges.source import JudgeReward, Reader
 from dschat_ppo.features.judges.verdicts import Asking
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.tokenizers import read_tokenizer
@@ -24,6 +28,7 @@ def sources_of(
     batch_tokens: int,
     seed: int,
     trains: bool,
+    output: Path | None,
 ) -> list[tuple[RewardSource, float]]:
     """The judges with their weights; arguments as `sources_with_models`."""
     flags = features.of(JudgeFlags)
@@ -32,10 +37,18 @@ def sources_of(
         specs = features.of(TrainingJudgeFlags).evaluation_specs
     sources: list[tuple[RewardSource, float]] = []
     for spec in specs:
-        role = flags.roles[spec.model]
-        folder = folders[role]
-        positions = most_tokens(load_config(folder, spec.flag))
-        prompts = JudgePrompts(spec, read_tokenizer(folder, spec.flag), positions)
-        reader = LabelReader(frozen(role), prompts.label_ids, batch_tokens)
+        reader: Reader
+        if spec.is_address:
+            prompts = JudgePrompts(spec, None)
+            journal = None
+            if output is not None:
+                journal = CheckpointFolder(output).root / JOURNAL
+            reader = AddressReader(spec, flags.judge_timeout, flags.judge_requests, seed, journal)
+        else:
+            role = flags.roles[spec.model]
+            folder = folders[role]
+            positions = most_tokens(load_config(folder, spec.flag))
+            prompts = JudgePrompts(spec, read_tokenizer(folder, spec.flag), positions)
+            reader = LabelReader(frozen(role), prompts.label_ids, batch_tokens)
         sources.append((JudgeReward(Asking(prompts, seed), reader), spec.weight))
     return sources

@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
@@ -14,12 +16,10 @@ from torch import Tensor
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.features.judges.compare import flips
-from dschat_ppo.features.judges.labels import LabelReader
-from dschat_ppo.features.judges.prompts import Judged
+from dschat_ppo.features.judges.prompts import Judged, Question
 from dschat_ppo.features.judges.verdicts import (
     Asking,
     Logprobs,
-    Question,
     Verdict,
     score_of,
     value_of,
@@ -36,17 +36,30 @@ class Tally:
     responses: int = 0  # on its route
     unscored: int = 0  # of them
     questions: int = 0  # about them
-    asked: int = 0  # of them: the others were asked before in this PPO step
+    asked: int = 0  # of them: the others were asked before
     tokens_in: int = 0  # of those asked
+    tokens_out: int = 0  # of replies that were written
     pairs: int = 0  # that were asked in both orders
     flipped: int = 0  # of them: the same place won in both
     seconds: float = 0.0
 
 
+class Reader(Protocol):
+    """Asks a judge. The numbers are those since it was made."""
+
+    asked: int  # questions
+    tokens_in: int
+    tokens_out: int
+    unread: str  # the beginning of the first reply without a verdict
+
+    def logprobs(self, questions: Sequence[Any]) -> Tensor:
+        """Log-probs of the labels, (n, L) fp64, NaN where a reply has no verdict."""
+
+
 class JudgeReward:
     """Scores responses by the verdicts of a judge, from 0 to 1, or below by faults of a rubric."""
 
-    def __init__(self, asking: Asking, reader: LabelReader):
+    def __init__(self, asking: Asking, reader: Reader):
         self.spec = asking.spec
         self.asking = asking
         self.reader = reader
@@ -62,8 +75,16 @@ class JudgeReward:
 
     @property
     def name(self) -> str:
-        """The last part of the model's name."""
-        return clean_name(Path(self.spec.model).name)
+        """The last part of the model's name; of an address without one the host."""
+        name = Path(self.spec.model).name
+        if self.spec.is_address:
+            name = self.spec.served_model.rpartition("/")[2] or urlsplit(self.spec.model).netloc
+        return clean_name(name)
+
+    @property
+    def scores_elsewhere(self) -> bool:
+        """Whether it is at an address, so that a call is not collective."""
+        return self.spec.is_address
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
         """(B,) fp32 on the CPU; NaN where the route names other data sources, or the judge `failed`
@@ -85,7 +106,9 @@ class JudgeReward:
             values = [value_of(each, self._logprobs, self.spec.values) for each in verdicts_of_row]
             score = score_of(verdicts_of_row, values)
             if math.isnan(score):
-                causes[row] = "the log-probs of its verdicts are not finite"
+                causes[row] = "it gave no verdict"
+                if self.reader.unread:
+                    causes[row] += f": {self.reader.unread}"
                 continue
             scores[row] = score
             for verdict, value in zip(verdicts_of_row, values, strict=True):
@@ -102,11 +125,14 @@ class JudgeReward:
         verdicts = [verdict for verdicts in verdicts_of_rows for verdict in verdicts]
         questions = [question for verdict in verdicts for question in verdict.questions]
         new = [question for question in dict.fromkeys(questions) if question not in self._logprobs]
-        logprobs = self.reader.logprobs([list(question) for question in new])  # (n, L)
+        reader = self.reader
+        asked_before = (reader.asked, reader.tokens_in, reader.tokens_out)
+        logprobs = reader.logprobs(new)  # (n, L)
         self._logprobs.update(zip(new, logprobs.tolist(), strict=True))
         self._tally.questions += len(questions)
-        self._tally.asked += len(new)
-        self._tally.tokens_in += sum(map(len, new))
+        self._tally.asked += reader.asked - asked_before[0]
+        self._tally.tokens_in += reader.tokens_in - asked_before[1]
+        self._tally.tokens_out += reader.tokens_out - asked_before[2]
         for verdict in verdicts:
             if len(verdict.questions) == 2:
                 first, second = verdict.questions
@@ -143,6 +169,7 @@ class JudgeReward:
             f"judge/{name}/cached_share": (questions - asked) / max(1, questions),
             f"judge/{name}/asked": float(asked),
             f"judge/{name}/tokens_in": float(sum(tally.tokens_in for tally in tallies)),
+            f"judge/{name}/tokens_out": float(sum(tally.tokens_out for tally in tallies)),
             f"judge/{name}/seconds": max(tally.seconds for tally in tallies),
         }
         if pairs:

@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
@@ -17,6 +18,9 @@ EVALUATION_FLAG = "--eval_judge"
 READABLE = ("final", "spoken", "thoughts", "episode")  # texts of a response
 PAIRS = "pairs"  # `compare`: with others of the group
 REFERENCE = "reference"  # `compare`: with the right answer
+TEXT = "text"  # `reads`: the judge writes
+LABELS = "labels"  # `reads`: the probabilities of its labels
+_AT_ADDRESS = ("reads", "max_tokens", "temperature", "model")  # settings
 _PLACES = ("A", "B")  # the verdicts on a pair
 _DEFAULTS = {
     "labels": "no,yes",
@@ -25,6 +29,10 @@ _DEFAULTS = {
     "rubric": "",
     "compare": "",
     "rivals": "",
+    "reads": LABELS,
+    "max_tokens": "512",
+    "temperature": "0",
+    "model": "",
 }
 _RANGE = re.compile(r"(\d{1,3})\.\.(\d{1,3})")
 
@@ -33,7 +41,7 @@ _RANGE = re.compile(r"(\d{1,3})\.\.(\d{1,3})")
 class JudgeSpec:
     """One `--judge`: a model with its weight, route and settings."""
 
-    model: str  # folder or hub name
+    model: str  # folder, hub name or address
     weight: float
     sources: tuple[str, ...]  # data sources whose rows it scores; (): all
     labels: tuple[str, ...]  # its verdicts, worst to best
@@ -42,6 +50,10 @@ class JudgeSpec:
     rubric: str = ""  # column of criteria; "": one question
     compare: str = ""  # `PAIRS` or `REFERENCE`; "": each response alone
     rivals: int = 0  # of a response, with `PAIRS`; 0: all others of its group
+    reads: str = LABELS  # at an address: `LABELS` or `TEXT`
+    max_tokens: int = 512  # of a text
+    temperature: float = 0.0  # of a text
+    served_model: str = ""  # at an address: which one; "": the only one
     flag: str = FLAG  # that named it
 
     def __str__(self) -> str:
@@ -49,6 +61,11 @@ class JudgeSpec:
         if self.sources:
             route = ",".join(self.sources) + "="
         return f"{self.flag} {route}{self.model}"
+
+    @property
+    def is_address(self) -> bool:
+        """Whether the judge is at an address, and not a model of the run."""
+        return self.model.startswith(("http://", "https://"))
 
     @property
     def values(self) -> list[float]:
@@ -68,9 +85,18 @@ def parse_judge(text: str, flag: str = FLAG) -> JudgeSpec:
         model, weight = split_weight(model)
     if not math.isfinite(weight):
         raise UserError(f"{as_given}: the weight must be finite, got {weight}")
-    if not model or model.startswith(("http://", "https://")):
-        raise UserError(f"{as_given}: expected the folder or hub name of a language model")
+    if not model:
+        raise UserError(
+            f"{as_given}: expected the folder or hub name of a language model, or an address"
+        )
     settings = _settings_of(query, as_given)
+    is_address = model.startswith(("http://", "https://"))
+    if is_address:
+        _check_address(model, settings, as_given)
+    else:
+        for name in _AT_ADDRESS:
+            if settings[name] != _DEFAULTS[name]:
+                raise UserError(f"{as_given}: {name} is for a judge at an address; omit it")
     if settings["answer"] not in READABLE:
         raise UserError(
             f"{as_given}: answer={settings['answer']}: expected one of {', '.join(READABLE)}"
@@ -81,6 +107,8 @@ def parse_judge(text: str, flag: str = FLAG) -> JudgeSpec:
         labels = _PLACES
     elif settings["rivals"]:
         raise UserError(f"{as_given}: rivals is for compare={PAIRS}; omit it")
+    if is_address and settings["reads"] == LABELS:
+        _check_first_tokens(labels, as_given)
     return JudgeSpec(
         model=model,
         weight=weight,
@@ -91,6 +119,10 @@ def parse_judge(text: str, flag: str = FLAG) -> JudgeSpec:
         rubric=settings["rubric"],
         compare=settings["compare"],
         rivals=int(settings["rivals"] or 0),
+        reads=settings["reads"],
+        max_tokens=int(settings["max_tokens"]),
+        temperature=float(settings["temperature"]),
+        served_model=settings["model"],
         flag=flag,
     )
 
@@ -173,3 +205,44 @@ def _labels_of(text: str, as_given: str) -> tuple[str, ...]:
         if labels.count(label) > 1:
             raise UserError(f"{as_given}: labels={text}: the label '{label}' is given twice")
     return tuple(labels)
+
+
+def _check_address(address: str, settings: dict[str, str], as_given: str) -> None:
+    """Refuse an address that is none, and settings of one that have wrong values."""
+    if not address.endswith("/v1"):
+        raise UserError(
+            f"{as_given}: end the address with /v1 (what follows the last colon is read as a"
+            " weight)"
+        )
+    if "@" in address:
+        raise UserError(
+            f"{FLAG}: put the key of the address into the variable DSCHAT_PPO_JUDGE_KEY, not into"
+            " the address"
+        )
+    if settings["reads"] not in (LABELS, TEXT):
+        raise UserError(f"{as_given}: reads={settings['reads']}: expected {LABELS} or {TEXT}")
+    for name in ("max_tokens", "temperature"):
+        if settings["reads"] == LABELS and settings[name] != _DEFAULTS[name]:
+            raise UserError(f"{as_given}: {name} is for reads={TEXT}; omit it")
+    most = settings["max_tokens"]
+    if not most.isdecimal() or int(most) < 1:
+        raise UserError(f"{as_given}: max_tokens={most}: expected a number from 1")
+    temperature = math.nan
+    with suppress(ValueError):
+        temperature = float(settings["temperature"])
+    if not 0 <= temperature < math.inf:
+        raise UserError(
+            f"{as_given}: temperature={settings['temperature']}: expected a number from 0"
+        )
+
+
+def _check_first_tokens(labels: Sequence[str], as_given: str) -> None:
+    """Refuse labels that the first token of a verdict may not tell apart."""
+    for label in labels:
+        for other in labels:
+            if other == label or not other.startswith(label):
+                continue
+            raise UserError(
+                f"{as_given}: label '{label}' begins '{other}', which one token cannot tell apart;"
+                f" use other labels, such as 1..9, or reads={TEXT}"
+            )

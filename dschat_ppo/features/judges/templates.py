@@ -9,7 +9,7 @@ from jinja2 import meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dschat_ppo.errors import UserError, reading
-from dschat_ppo.features.judges.spec import JudgeSpec
+from dschat_ppo.features.judges.spec import TEXT, JudgeSpec
 
 _VARIABLES = ("prompt", "messages", "answer", "reference", "labels", "row")
 _TASK = (
@@ -19,6 +19,11 @@ _TASK = (
 _VERDICTS = (
     "Reply with one of: {{ labels | join(', ') }}. The worst is {{ labels | first }}, the best"
     " {{ labels | last }}."
+)
+# after the template of a judge that writes
+_IN_TAG = (
+    "\nThink first, if that helps. Then write your reply in this tag, once:"
+    " <score>{{ labels | last }}</score>, with {{ labels | join(', ') }} as what may stand in it.\n"
 )
 BUILT_IN = {
     "grade": (
@@ -84,6 +89,12 @@ def check_template(spec: JudgeSpec) -> None:
 
 def template_text(spec: JudgeSpec, has_reference: bool) -> str:
     """The template of a judge, for rows with or without a right answer."""
+    if spec.reads == TEXT:
+        return _template(spec, has_reference) + _IN_TAG
+    return _template(spec, has_reference)
+
+
+def _template(spec: JudgeSpec, has_reference: bool) -> str:
     name = spec.template
     if not name:
         name = _default_template(spec, has_reference)

@@ -10,12 +10,11 @@ import torch
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.judges.compare import preference, rivals_of
-from dschat_ppo.features.judges.prompts import Judged, JudgePrompts, is_blank
+from dschat_ppo.features.judges.prompts import Judged, JudgePrompts, Question, is_blank
 from dschat_ppo.features.judges.rubric import criteria_of
 from dschat_ppo.features.judges.spec import PAIRS, REFERENCE
 from dschat_ppo.rewards.remote_reward import label_of
 
-Question = tuple[int, ...]  # token ids
 Logprobs = Sequence[float]  # of the labels
 
 
@@ -92,12 +91,12 @@ class Asking:
         if is_blank(answer):
             return [Verdict(known=0.0)]
         if not self.spec.rubric:
-            return [Verdict((tuple(self.prompts.ids(judged)),))]
+            return [Verdict((self.prompts.question(judged),))]
         criteria = criteria_of(judged.row.get(self.spec.rubric), self.spec.rubric)
         verdicts = []
         for criterion in criteria:
-            ids = tuple(self.prompts.ids(judged, criterion.text))
-            verdicts.append(Verdict((ids,), weight=criterion.weight, name=criterion.name))
+            question = self.prompts.question(judged, criterion.text)
+            verdicts.append(Verdict((question,), weight=criterion.weight, name=criterion.name))
         return verdicts
 
     def _of_pair(self, judged: Judged, answer: str, rival: str) -> Verdict:
@@ -106,9 +105,9 @@ class Asking:
             return Verdict(known=0.5)
         if is_blank(answer) or is_blank(rival):
             return Verdict(known=float(is_blank(rival)))
-        in_order = self.prompts.ids(judged, answers=[answer, rival])
-        reversed_order = self.prompts.ids(judged, answers=[rival, answer])
-        return Verdict((tuple(in_order), tuple(reversed_order)))
+        in_order = self.prompts.question(judged, answers=[answer, rival])
+        reversed_order = self.prompts.question(judged, answers=[rival, answer])
+        return Verdict((in_order, reversed_order))
 
 
 def _groups(judged: Mapping[int, Judged]) -> list[list[int]]:

@@ -32,11 +32,16 @@ class StubReader:
     tokenizer: object
     logprobs_of: object  # (text) -> one log-prob for each label
     label_ids: list = field(default_factory=list)
+    asked: int = 0
+    tokens_in: int = 0
+    tokens_out: int = 0
+    unread: str = ""
     texts: list = field(default_factory=list)
 
     def logprobs(self, questions) -> torch.Tensor:
         texts = [self.tokenizer.decode(ids) for ids in questions]
         self.texts += texts
+        self.asked += len(texts)
         rows = [self.logprobs_of(text) for text in texts]
         labels = max(map(len, rows), default=2)
         return torch.tensor(rows, dtype=torch.float64).view(len(rows), labels)

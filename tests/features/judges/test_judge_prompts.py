@@ -22,7 +22,7 @@ HOSTILE = [
 
 def ids_of(judge, answer: str, **row) -> list[int]:
     asked = request([answer], [row])
-    return judge.asking.prompts.ids(Judged(asked.prompts[0], asked.rows[0], asked.texts[0]))
+    return judge.asking.prompts.question(Judged(asked.prompts[0], asked.rows[0], asked.texts[0]))
 
 
 @pytest.mark.parametrize("answer", HOSTILE)
@@ -31,9 +31,12 @@ def test_the_ids_around_a_hostile_answer_are_those_around_a_harmless_one(kind, a
     judge = stub_judge(lambda text: [0.0, 0.0], made=tokenizer(kind))
     harmless = ids_of(judge, "ok")
     hostile = ids_of(judge, answer)
-    inside = len(judge.asking.prompts._ids_of_message(f"x{SPLIT}ok{SPLIT}y")) - len(
-        judge.asking.prompts._ids_of_message(f"x{SPLIT}{SPLIT}y")
+    made = judge.asking.prompts.tokenizer
+    with_ok, without = (
+        len(judge.asking.prompts._ids_of_message(made, f"x{SPLIT}{inside}{SPLIT}y"))
+        for inside in ("ok", "")
     )
+    inside = with_ok - without
     before = 0
     while harmless[before] == hostile[before]:
         before += 1
@@ -65,7 +68,7 @@ def test_special_tokens_of_prompts_and_columns_are_text(tmp_path):
     plain = ids_of(judge, "here", hint="none").count(ends)
     row = {"hint": "<|im_end|>"}
     asked = request(["a"], [row], ["Who?<|im_end|>"])
-    ids = judge.asking.prompts.ids(Judged(asked.prompts[0], row, asked.texts[0]))
+    ids = judge.asking.prompts.question(Judged(asked.prompts[0], row, asked.texts[0]))
     assert ids.count(ends) == plain == 1
 
 

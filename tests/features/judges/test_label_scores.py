@@ -19,7 +19,7 @@ def by_transformers(lm, judge, answers) -> torch.Tensor:
     table_of_sums = []
     asked = request(answers)
     for index in range(len(answers)):
-        ids = judge.asking.prompts.ids(judge_input(asked, index))
+        ids = judge.asking.prompts.question(judge_input(asked, index))
         sums = []
         for label in judge.asking.prompts.label_ids:
             row = torch.tensor([[*ids, *label]])
@@ -54,7 +54,7 @@ def test_scores_are_those_of_transformers(kernels, labels, kind, template):
     assert float((sums.max(dim=0).values - sums.min(dim=0).values).min()) > 1e-3, "answers differ"
     asked = request(ANSWERS)
     questions = [
-        judge.asking.prompts.ids(judge_input(asked, index)) for index in range(len(ANSWERS))
+        judge.asking.prompts.question(judge_input(asked, index)) for index in range(len(ANSWERS))
     ]
     torch.testing.assert_close(judge.reader.logprobs(questions), sums, rtol=1e-6, atol=1e-5)
     values = torch.linspace(0, 1, len(judge.spec.labels), dtype=torch.float64)

@@ -1,0 +1,238 @@
+"""Judges at an address, against a local server with every kind of fault."""
+
+import json
+import math
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from judge_parts import request
+
+from dschat_ppo.errors import UserError
+from dschat_ppo.features.judges.addresses import (
+    KEY,
+    AddressReader,
+    logprobs_of_text,
+    logprobs_of_tokens,
+)
+from dschat_ppo.features.judges.prompts import JudgePrompts
+from dschat_ppo.features.judges.source import JudgeReward
+from dschat_ppo.features.judges.spec import parse_judge
+from dschat_ppo.features.judges.verdicts import Asking
+from dschat_ppo.rewards import http_client
+from dschat_ppo.rewards.reward_source import RewardServiceError
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(http_client, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(http_client, "LONGEST_WAIT_SECONDS", 0.01)
+
+
+class Server:
+    """A judge that replies with what a function of the question gives: (status, body)."""
+
+    def __init__(self, reply):
+        self.reply = reply
+        self.queries, self.headers = [], []
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):  # noqa: N802
+                self.send(200, {"data": [{"id": "only"}]})
+
+            def do_POST(self):  # noqa: N802
+                query = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                server.queries.append(query)
+                server.headers.append(dict(self.headers))
+                self.send(*server.reply(query, len(server.queries)))
+
+            def send(self, status, body):
+                content = body if isinstance(body, bytes) else json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def serve():
+    servers = []
+
+    def start(reply):
+        servers.append(Server(reply))
+        return servers[-1]
+
+    yield start
+    for each in servers:
+        each.server.shutdown()
+        each.server.server_close()
+
+
+def tokens(**shares):
+    top = [{"token": token, "logprob": math.log(share)} for token, share in shares.items()]
+    return {"choices": [{"logprobs": {"content": [{"top_logprobs": top}]}}]}
+
+
+def text(content):
+    return {
+        "choices": [{"message": {"content": content}}],
+        "usage": {"prompt_tokens": 30, "completion_tokens": 7},
+    }
+
+
+def judge_at(url, settings="", timeout=5.0, journal=None) -> JudgeReward:
+    spec = parse_judge(f"{url}{settings}")
+    reader = AddressReader(spec, timeout, 4, seed=3, journal=journal)
+    return JudgeReward(Asking(JudgePrompts(spec, None), 3), reader)
+
+
+def test_labels_by_the_probabilities_of_first_tokens(serve, monkeypatch):
+    monkeypatch.setenv(KEY, "a-secret-key")
+    server = serve(lambda query, count: (200, tokens(Yes=0.1, no=0.2, yes=0.3, **{" yes": 0.3})))
+    judge = judge_at(server.url)
+    assert judge(request(["an answer", "..."]), None).tolist() == pytest.approx([0.6 / 0.8, 0.0])
+    [query] = server.queries
+    assert query["model"] == "only" and query["top_logprobs"] == 20 and query["max_tokens"] == 1
+    assert "an answer" in query["messages"][0]["content"]
+    assert server.headers[0]["Authorization"] == "Bearer a-secret-key"
+
+
+def test_a_judge_that_writes(serve):
+    said = "<think>maybe <score>1</score></think>It is fine. <score> 3 </score>"
+    server = serve(lambda query, count: (200, text(said)))
+    judge = judge_at(server.url, "?labels=1..5&reads=text&model=m&max_tokens=9&temperature=0.5")
+    assert judge(request(["an answer"]), None).tolist() == pytest.approx([0.5])
+    [query] = server.queries
+    assert query["model"] == "m" and query["max_tokens"] == 9 and query["temperature"] == 0.5
+    assert "<score>5</score>" in query["messages"][0]["content"]
+    metrics = judge.take_metrics("m")
+    assert metrics["judge/m/tokens_in"] == 30 and metrics["judge/m/tokens_out"] == 7
+
+
+@pytest.mark.parametrize(
+    ("said", "label"),
+    [
+        ("<score>2</score>", 1),
+        ("<score>1</score> or <score>2</score>", None),
+        ("<score>9</score>", None),
+        ("2", None),
+        ("<think> <score>2</score>", None),
+        ("<think> hm </think> <score>1</score>", 0),
+        (None, None),
+    ],
+)
+def test_exactly_one_tag_with_a_label_counts(said, label):
+    logprobs = logprobs_of_text({"message": {"content": said}}, ["1", "2"])
+    if label is None:
+        assert logprobs is None
+    else:
+        assert logprobs.index(max(logprobs)) == label
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {},
+        {"logprobs": None},
+        {"logprobs": {"content": []}},
+        tokens(yes=0.3, no=0.1, maybe=0.6)["choices"][0],
+        tokens(**{"": 1.0})["choices"][0],
+    ],
+)
+def test_less_than_half_of_the_probability_on_labels_is_no_verdict(choice):
+    assert logprobs_of_tokens(choice, ["no", "yes"]) is None
+
+
+def test_pairs_by_text_count_if_both_orders_agree(serve):
+    def prefers_first(query, count):
+        return 200, text("<score>A</score>")
+
+    def prefers_b2(query, count):
+        question = query["messages"][0]["content"]
+        first = question.index("text two") < question.index("text one")
+        return 200, text(f"<score>{'A' if first else 'B'}</score>")
+
+    row = {}
+    for reply, expected in ((prefers_first, [0.5, 0.5]), (prefers_b2, [0.0, 1.0])):
+        judge = judge_at(serve(reply).url, "?compare=pairs&reads=text")
+        assert judge(request(["text one", "text two"], [row, row]), None).tolist() == expected
+
+
+def test_prose_is_no_score_and_its_beginning_is_the_cause(serve):
+    judge = judge_at(serve(lambda query, count: (200, text("I like it"))).url, "?reads=text")
+    assert judge(request(["an answer"]), None).isnan().all()
+    assert "I like it" in judge.counts.cause and judge.failed.all()
+
+
+@pytest.mark.parametrize("status", [429, 500])
+def test_a_temporary_fault_is_retried(serve, status):
+    server = serve(lambda query, count: (status, b"") if count < 3 else (200, tokens(yes=1.0)))
+    assert judge_at(server.url)(request(["an answer"]), None).tolist() == pytest.approx([1.0])
+    assert len(server.queries) == 3
+
+
+def slow(query, count):
+    time.sleep(1.0)
+    return 200, tokens(yes=1.0)
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (lambda query, count: (500, b"broken"), "6 attempts; the last: status 500: broken"),
+        (lambda query, count: (404, b"no model"), "refused the request with status 404: no model"),
+        (lambda query, count: (200, b'{"choices": ['), "its reply is not JSON with 'choices'"),
+        (slow, "no complete reply in 0.1 s .--judge_timeout"),
+    ],
+)
+def test_a_judge_that_does_not_reply_ends_the_run_in_one_line(serve, reply, message):
+    judge = judge_at(serve(reply).url, "?model=m", timeout=0.1)
+    with pytest.raises(RewardServiceError, match=message) as caught:
+        judge(request(["an answer"]), None)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_was_said_before_a_crash_is_not_asked_again(serve, tmp_path):
+    server = serve(lambda query, count: (200, tokens(yes=0.5, no=0.5)))
+    answers = [f"answer {number}" for number in range(20)]
+    judge_at(server.url, journal=tmp_path)(request(answers[:10]), None)
+    file = tmp_path / "rank_0.jsonl"
+    file.write_bytes(file.read_bytes() + b'\n{"cut')
+    resumed = judge_at(server.url, journal=tmp_path)
+    assert resumed(request(answers), None).tolist() == pytest.approx([0.5] * 20)
+    assert len(server.queries) == 20
+    again = judge_at(server.url, journal=tmp_path)
+    again(request(answers, step=5), None)
+    assert len(server.queries) == 20
+    other = judge_at(server.url, "?labels=bad,no,yes", journal=tmp_path)
+    other(request(answers[:1]), None)
+    assert len(server.queries) == 21
+
+
+@pytest.mark.parametrize(
+    ("text_of_flag", "message"),
+    [
+        ("http://h:8000", "http://h:8000: end the address with /v1 .what follows the last colon"),
+        ("http://h/v1?labels=1..10", "label '1' begins '10', which one token cannot tell apart"),
+        ("http://h/v1?reads=all", "reads=all: expected labels or text"),
+        ("http://h/v1?max_tokens=5", "max_tokens is for reads=text"),
+        ("http://h/v1?reads=text&max_tokens=0", "max_tokens=0: expected a number from 1"),
+        ("http://h/v1?reads=text&temperature=x", "temperature=x: expected a number from 0"),
+        ("http://me:pw@h/v1", "put the key of the address into the variable DSCHAT_PPO_JUDGE_KEY"),
+        ("J?reads=text", "reads is for a judge at an address"),
+    ],
+)
+def test_what_is_refused(text_of_flag, message):
+    with pytest.raises(UserError, match=message):
+        parse_judge(text_of_flag)
+    assert parse_judge("http://h:80/v1:0.5").weight == 0.5
+    assert parse_judge("http://h/v1?labels=1..10&reads=text").labels[-1] == "10"
