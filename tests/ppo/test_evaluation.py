@@ -195,6 +195,9 @@ class RewardRequests:
         numbers = {"f/odd": number.where(number % 2 == 1, math.nan), "g/none": number * math.nan}
         return Scores(total, total.unsqueeze(1), numbers=numbers)
 
+    def take_metrics(self):
+        return {}
+
     def count_failed_rows(self):
         if isinstance(self.faults, Exception):
             raise self.faults

@@ -79,8 +79,11 @@ def test_all_sources_with_their_weights():
     function, remote = mixture.sources[1][0], mixture.sources[3][0]
     assert (len(function.pool.workers), function.pool.workers[0].seconds) == (3, 9.0)
     assert mixture.default == -7.0
-    assert (remote.urls, remote.timeout) == (["http://127.0.0.1:9/a", "http://127.0.0.1:9/b"], 4.0)
-    assert (remote.retries, remote.batch_size) == (5, 64)
+    assert (remote.urls, remote.service.timeout) == (
+        ["http://127.0.0.1:9/a", "http://127.0.0.1:9/b"],
+        4.0,
+    )
+    assert (remote.service.retries, remote.batch_size) == (5, 64)
     mixture.close()
 
 

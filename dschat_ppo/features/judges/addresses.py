@@ -150,7 +150,7 @@ class AddressReader:
     def _digest(self, question: str) -> str:
         """What a question is known by."""
         spec = self.spec
-        told = [spec.model, spec.served_model, spec.reads, spec.labels, question]
+        told: list[Any] = [spec.model, spec.served_model, spec.reads, spec.labels, question]
         if spec.reads == TEXT:
             told += [spec.max_tokens, spec.temperature, self.seed]
         return sha256(json.dumps(told).encode()).hexdigest()[:32]
