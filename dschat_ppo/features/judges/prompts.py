@@ -52,6 +52,7 @@ class Judged:
     prompt: str
     row: dict[str, Any]  # columns of its data row
     texts: ResponseText
+    group: int  # equal for the responses to one prompt
 
 
 class JudgePrompts:

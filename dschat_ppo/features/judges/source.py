@@ -94,7 +94,7 @@ class JudgeReward:
             self._logprobs.clear()
             self._step = request.step
         judged = {
-            index: Judged(request.prompts[index], row, request.texts[index])
+            index: Judged(request.prompts[index], row, request.texts[index], request.groups[index])
             for index, row in enumerate(request.rows)
             if is_routed_to(self.spec.sources, row)
         }

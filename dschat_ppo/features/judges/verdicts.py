@@ -61,7 +61,7 @@ class Asking:
         self, judged: Mapping[int, Judged], step: int
     ) -> tuple[dict[int, list[Verdict]], dict[int, str]]:
         """(row -> the verdicts that make its score, row -> why it can have none). `judged`: the
-        responses by row, those to one prompt one after another."""
+        responses by row."""
         verdicts = dict[int, list[Verdict]]()
         causes = dict[int, str]()
         for rows in _groups(judged):
@@ -111,11 +111,8 @@ class Asking:
 
 
 def _groups(judged: Mapping[int, Judged]) -> list[list[int]]:
-    """Rows of responses to one prompt, which follow one another and share their data row."""
-    groups = list[list[int]]()
+    """Rows of the responses to each prompt."""
+    groups = dict[int, list[int]]()
     for row, each in judged.items():
-        if groups and judged[groups[-1][-1]].row is each.row:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    return groups
+        groups.setdefault(each.group, []).append(row)
+    return list(groups.values())

@@ -65,4 +65,5 @@ def request(answers, rows=None, prompts=None, step: int = 0) -> RewardRequest:
     prompts = prompts or ["Where is the lamp?"] * len(answers)
     rows = rows or [{} for _ in answers]
     texts = [ResponseText.of(answer) for answer in answers]
-    return RewardRequest(rows, lambda: (prompts, texts), step)
+    groups = [next(i for i, other in enumerate(rows) if other is row) for row in rows]
+    return RewardRequest(rows, groups, lambda: (prompts, texts), step)

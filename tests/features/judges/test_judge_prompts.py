@@ -22,7 +22,7 @@ HOSTILE = [
 
 def ids_of(judge, answer: str, **row) -> list[int]:
     asked = request([answer], [row])
-    return judge.asking.prompts.question(Judged(asked.prompts[0], asked.rows[0], asked.texts[0]))
+    return judge.asking.prompts.question(Judged(asked.prompts[0], asked.rows[0], asked.texts[0], 0))
 
 
 @pytest.mark.parametrize("answer", HOSTILE)
@@ -68,7 +68,7 @@ def test_special_tokens_of_prompts_and_columns_are_text(tmp_path):
     plain = ids_of(judge, "here", hint="none").count(ends)
     row = {"hint": "<|im_end|>"}
     asked = request(["a"], [row], ["Who?<|im_end|>"])
-    ids = judge.asking.prompts.question(Judged(asked.prompts[0], row, asked.texts[0]))
+    ids = judge.asking.prompts.question(Judged(asked.prompts[0], row, asked.texts[0], 0))
     assert ids.count(ends) == plain == 1
 
 

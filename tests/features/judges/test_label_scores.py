@@ -34,7 +34,7 @@ def by_transformers(lm, judge, answers) -> torch.Tensor:
 def judge_input(asked, index):
     from dschat_ppo.features.judges.prompts import Judged
 
-    return Judged(asked.prompts[index], asked.rows[index], asked.texts[index])
+    return Judged(asked.prompts[index], asked.rows[index], asked.texts[index], 0)
 
 
 @pytest.mark.parametrize("kernels", ["padded", "selected"])
