@@ -296,8 +296,8 @@ class CheckpointManager:
 
 
 def capture_rng_state() -> dict[str, Any]:
-    """The state of the global streams of Python, numpy and torch (CPU and this rank's GPU), for
-    `save_state`."""
+    """The state of the global random generators of Python, numpy and torch (CPU and this rank's
+    GPU), for `save_state`."""
     kind, keys, *rest = np.random.get_state()
     gpu_state = None
     if on_gpu():
@@ -311,8 +311,8 @@ def capture_rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
-    """Set the global streams to the state of `capture_rng_state`. If only the state or only the
-    machine has a GPU, the GPU's stream stays."""
+    """Set the global generators to the state of `capture_rng_state`. If only the state or only the
+    machine has a GPU, the GPU's generator stays."""
     random.setstate(state["python"])
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.array(keys, np.uint32), *rest))

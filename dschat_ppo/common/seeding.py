@@ -1,5 +1,5 @@
-"""Random streams: one seed for all ranks where draws must agree, one stream per rank where they
-must differ."""
+"""Random numbers: one seed for all ranks where draws must agree, one for each rank where they must
+differ."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def set_deterministic(deterministic: bool) -> None:
 
 
 def seed_this_rank(seed: int) -> None:
-    """Seed torch's default stream (dropout) differently on each rank, once the weights are made."""
+    """Seed torch's default generator (dropout) differently on each rank, once the weights are made."""
     torch.manual_seed(_mixed(seed, rank()))
 
 

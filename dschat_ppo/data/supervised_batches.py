@@ -17,7 +17,7 @@ from torch import Tensor
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.data.batches import PADDING_ROW, answered, column, epoch_order, rows_at
 
-# separates the order of packed rows from other random streams of the same seed and epoch
+# separates the order of packed rows from other draws of the same seed and epoch
 PACKING = 11
 _CHUNK = 10_000  # rows whose lengths are read at a time
 # Columns that step 2 adds: the row whose answer a row borrows (KTO); the log-probs of both answers

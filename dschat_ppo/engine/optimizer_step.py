@@ -281,7 +281,7 @@ def apply_together(engine_gradients: Sequence[Gradients[Any]]) -> list[StepResul
 def _find_gradient_fault(gradients: Gradients[MicroBatch]) -> Fault | None:
     """Find the rank and micro-batch of the bad gradient by repeating forward and backward.
     Collective. The step's gradients must be gone; those of this pass are dropped too. The random
-    streams do not advance."""
+    generators do not advance."""
     engine = gradients.engine
     largest = []
     after = random_state()

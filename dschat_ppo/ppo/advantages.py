@@ -43,7 +43,7 @@ CLIP_COV_BOUNDS = (1.0, 5.0)  # covariances that clip_cov acts on (Cui et al. 20
 _OF_WHOLE_ROWS = set(ESTIMATORS) - {"gae", "reinforce_plus_plus"}
 # columns (N, R) that scoring adds
 _OF_TOKENS = ("old_logprobs", "entropies", "ref_logprobs", "kl", "values")
-SELECTION = 3  # separates the random stream of `selected` from others of the same seed and step
+SELECTION = 3  # separates the draws of `selected` from others of the same seed and step
 
 # (rows) -> what is added to the advantages of the N rows after they are whitened, (N, R) fp32
 AdvantageTerm = Callable[[RewardedRollout], Tensor]

@@ -32,7 +32,7 @@ from dschat_ppo.types import (
     with_columns,
 )
 
-# separates the random stream of `--distill_on` from others of the same seed and step
+# separates the draws of `--distill_on` from others of the same seed and step
 SOURCE_OF_RESPONSES = 4
 
 
