@@ -32,7 +32,8 @@ def set_deterministic(deterministic: bool) -> None:
 
 
 def seed_this_rank(seed: int) -> None:
-    """Seed torch's default generator (dropout) differently on each rank, once the weights are made."""
+    """Seed the default generator of torch (dropout) differently on each rank, once the weights are
+    made."""
     torch.manual_seed(_mixed(seed, rank()))
 
 
