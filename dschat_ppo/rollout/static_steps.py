@@ -75,8 +75,8 @@ class StepRecorder(Protocol):
 
 def new_recorder() -> StepRecorder | None:
     """A recorder for the rollouts of a run on a GPU, which a feature offers as
-    `step_recorders.new_recorder()`; None: no step is recorded."""
-    for new in hooks("step_recorders.new_recorder"):
+    `step_recorders.recorder_of_run()`; None: no step is recorded."""
+    for new in hooks("step_recorders.recorder_of_run"):
         recorder: StepRecorder = new()
         return recorder
     return None

@@ -254,6 +254,6 @@ def release_if_short(device: torch.device, needed: int) -> None:
         torch.cuda.empty_cache()
 
 
-def new_recorder() -> RolloutGraphs:
+def recorder_of_run() -> RolloutGraphs:
     """What records the decode steps of a run."""
     return RolloutGraphs()
