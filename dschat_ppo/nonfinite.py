@@ -84,7 +84,7 @@ class NonFinitePolicy:
         if not bad:
             self._in_a_row["rows"] = 0
             return True
-        name, rows = next(iter(bad.items()))  # fields are in the order in which they are computed
+        name, rows = next(iter(bad.items()))  # columns are in the order in which they are computed
         problem = (
             f"PPO step {step}: {name} of {rows} of {len(experience.scores)} answers are not finite"
         )

@@ -100,8 +100,8 @@ class Rollout:
     # (B, R) fp32, recorded while sampling: with the temperature, before top-k and top-p
     rollout_logprobs: Tensor
     finish_reason: Tensor  # (B,) int8, a `FinishReason`
-    # (B,) int64, tokens of an episode after its prompt, chosen or observed; None where there are no
-    # observations
+    # (B,) int64, tokens after the prompt, chosen or observed; None where there are no observations
+    # and no row has left its group
     episode_lengths: Tensor | None = field(default=None, kw_only=True)
     # columns of features, by name (`FEATURE_COLUMNS`)
     extra: dict[str, Tensor] = field(default_factory=dict, kw_only=True)
@@ -128,7 +128,8 @@ class Rollout:
 @dataclass(frozen=True)
 class ForwardedRollout(Rollout):
     """A rollout with what forward passes of the models give. (B, R) tensors are aligned to the
-    response tokens and 0 outside `response_mask`. A field that the run does not need is None."""
+    response tokens and 0 outside `response_mask`; columns of features may hold anything there. A
+    field that the run does not need is None."""
 
     # (B, R) fp32, log-probs under the policy before its updates; None until an update computes
     # them, where the only update of a PPO step does (`config/on_policy.py`)
@@ -236,8 +237,12 @@ def chosen_columns(rows: Rollout, width: int, shift: int = 0) -> Tensor:
 def tensors_of(rows: Any) -> dict[str, Tensor]:
     """The columns of a record as name -> tensor, with those of features, without those that are
     None."""
-    columns = {f.name: getattr(rows, f.name) for f in fields(rows)}
-    columns |= columns.pop("extra", {})
+    columns: dict[str, Any] = {}
+    for f in fields(rows):
+        if f.name == "extra":
+            columns |= rows.extra
+        else:
+            columns[f.name] = getattr(rows, f.name)
     return {name: column for name, column in columns.items() if column is not None}
 
 

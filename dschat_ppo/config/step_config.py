@@ -99,8 +99,7 @@ class StepConfig(ABC):
         return FeatureFlags(self.features).of(kind)
 
     def value(self, name: str) -> Any:
-        """The value of a flag, by which a feature asks for that of another; None if no group has
-        it."""
+        """The value of a flag that another feature may have; None if no group has it."""
         return flatten(self).get(name)
 
     @property

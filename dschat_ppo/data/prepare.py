@@ -6,8 +6,9 @@ final token unless truncated), `margin` (float), `source` (int, the number of it
 `TokenRows.sources`) and `digest` (a hash of its content); in step 1 `prompt_spans` (half-open
 ranges of `prompt_ids` that are earlier answers of the assistant); in step 2 `untrained_spans`
 (half-open ranges of each answer that the user says); for KTO `label` (float); the columns of a use
-that a feature adds (`uses.py`); in step 3 `row` (JSON of all columns of the data row and of
-`data_source`, `answer` and `ground_truth`, for reward functions).
+that a feature adds (`uses.py`), and columns of ids (`StepData.prompt_columns`); in step 3 `row`
+(JSON of all columns of the data row and of `data_source`, `answer` and `ground_truth`, for reward
+functions).
 """
 
 from __future__ import annotations

@@ -36,7 +36,9 @@ FEATURES = (
 @cache
 def hooks(name: str) -> tuple[Any, ...]:
     """What the features offer under `MODULE.NAME`, in the order of the table: `NAME` in the file
-    `MODULE.py` of each feature's folder that has it. Modules are imported here, so that the flags
+    `MODULE.py` of each feature's folder that has it. The order must not matter: where a run can
+    have one answer alone, the first one is taken, and the flags of the features refuse each other.
+    Modules are imported here, so that the flags
     of a feature are read without torch."""
     module_name, _, attribute = name.partition(".")
     offered = []

@@ -41,7 +41,7 @@ CLIP_COV_BOUNDS = (1.0, 5.0)  # covariances that clip_cov acts on (Cui et al. 20
 # estimators whose advantage is one number for all tokens of a row; the others follow the rewards of
 # tokens
 _OF_WHOLE_ROWS = set(ESTIMATORS) - {"gae", "reinforce_plus_plus"}
-# columns (N, R) that scoring adds
+# columns (N, R) that the core's passes add; users of the columns of features apply the mask
 _OF_TOKENS = ("old_logprobs", "entropies", "ref_logprobs", "kl", "values")
 SELECTION = 3  # separates the draws of `selected` from others of the same seed and step
 
@@ -133,9 +133,9 @@ class AdvantageComputation:
     def with_rewards(self, rows: ScoredRollout) -> RewardedRollout:
         """The N rows with the reward of each token, and with the mask of the policy loss.
 
-        The reward of a token is minus its KL penalty; on the last token of a response, plus its
-        score, or what early rewards leave of it. First rows without a score leave, and the running
-        scale adapts to the scores of the others.
+        The reward of a token is minus its KL penalty, plus the early rewards received at it; on the
+        last token of a response, plus what these leave of its score. First rows without a score
+        leave, and the running scale adapts to the scores of the others.
         """
         rows = empty_rows_without_score(rows)
         flags = self.flags

@@ -101,7 +101,7 @@ def check_models(
         check_attention(config, flag, folders.critic, scalar=True)
     if folders.reward is not None:
         _check_reward_model(config, folders.reward, tokenizer, longest)
-    for check_folders in hooks("checks.check_folders"):  # of step 3, by role
+    for check_folders in hooks("checks.check_folders"):
         check_folders(config, folders)
 
 

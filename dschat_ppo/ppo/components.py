@@ -280,7 +280,7 @@ class PPOComponents:
 
     def after_updates(self, step: int) -> None:
         """After the updates of PPO step `step`, move what follows the actor from step to step.
-        `NonFiniteError` if a weight of the actor is not finite. Collective."""
+        A follower may raise `NonFiniteError`. Collective."""
         for follower in self.followers:
             if follower.after_step is not None:
                 self.state.metrics |= follower.after_step(step)

@@ -1,4 +1,4 @@
-"""Responses to prompts, which the actor samples."""
+"""Responses to prompts: sampled by the actor, or what features give in their place."""
 
 from __future__ import annotations
 

@@ -310,7 +310,14 @@ class SupervisedTrainer(Generic[Batch]):
         step_loss = StepLoss(batches, loss, self.objective.real_rows, sums)
         step_loss = with_terms(step_loss, self.terms)
         result = apply(accumulate(self.engine, step_loss.all_batches, step_loss))
-        self.nonfinite.handle("model", self.steps + 1, result, self.engine, batches, constants)
+        self.nonfinite.handle(
+            "model",
+            self.steps + 1,
+            result,
+            self.engine,
+            step_loss.all_batches,
+            {**constants, **step_loss.constants},
+        )
         return result, sums
 
     @torch.no_grad()

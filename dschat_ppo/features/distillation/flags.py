@@ -113,7 +113,7 @@ class TeacherFlags:
     @property
     def roles(self) -> list[str]:
         """The role of each teacher, as in `StepConfig.models`."""
-        further = [f"teacher {number}" for number in range(2, len(self.teachers) + 1)]
+        further = [f"teacher {ordinal}" for ordinal in range(2, len(self.teachers) + 1)]
         return ["teacher", *further][: len(self.teachers)]
 
     @property
@@ -158,7 +158,7 @@ class DistillationFlags(TeacherFlags):
     )
 
     @property
-    def on_policy_share(self) -> float:
+    def sampled_share(self) -> float:
         """The share of PPO steps whose answers are sampled."""
         return parse_policy_share(self.distill_on)
 

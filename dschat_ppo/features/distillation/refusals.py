@@ -70,7 +70,7 @@ def _refuse_of_ppo(config: Any, flags: DistillationFlags) -> None:
         and not features_observe(config)
         and not flags.distill_policy_gradient
     )
-    if flags.on_policy_share < 1 and not fits_responses_of_data:
+    if flags.sampled_share < 1 and not fits_responses_of_data:
         raise UserError(
             f"--distill_on {flags.distill_on}: answers of the data are no samples of the policy, so"
             " they take --advantage_estimator none and one answer to a prompt"

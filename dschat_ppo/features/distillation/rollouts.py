@@ -92,7 +92,7 @@ class TaughtRollouts:
         rank."""
         generator = shared_generator(self.config.run.seed, step, 0, SOURCE_OF_RESPONSES)
         draw = torch.rand((), generator=generator)
-        return float(draw) < self.flags.on_policy_share
+        return float(draw) < self.flags.sampled_share
 
     def responses_of_the_data(self, task: RolloutTask) -> Rollout:
         """The data rows' responses to the prompts, cut at `--max_answer_seq_len`, without

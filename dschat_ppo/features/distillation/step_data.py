@@ -23,7 +23,8 @@ def changed(config: StepConfig, data: StepData) -> StepData:
     if column:
         ids_of = partial(teacher_prompt, column)
         prompt_columns.append(PromptColumn("teacher_prompt_ids", ids_of, column))
-    return replace(data, prompt_columns=prompt_columns, keeps_answers=flags.on_policy_share < 1)
+    keeps_answers = data.keeps_answers or flags.sampled_share < 1
+    return replace(data, prompt_columns=prompt_columns, keeps_answers=keeps_answers)
 
 
 def teacher_prompt(column: str, row: dict[str, Any], example: Any, settings: Any) -> list[int]:

@@ -126,8 +126,8 @@ def print_bad(what: str, tensors: Iterable[tuple[str, Tensor]]) -> bool:
 
 
 def loss_function(bundle: dict[str, Any], config: Any, model: Any) -> Callable[[Any], Tensor]:
-    """The loss of one micro-batch, as in the run, but without terms of the
-    whole optimizer step."""
+    """The loss of one micro-batch, as in the run, but without what terms of the whole optimizer
+    step add to it; micro-batches of such terms have their losses."""
     constants = bundle["constants"]
     sums = MetricSums()
     if bundle["step_name"] == "sft":

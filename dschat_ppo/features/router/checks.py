@@ -13,8 +13,8 @@ from dschat_ppo.models.architectures import lm_without_weights
 
 
 def check_trained_model(config: StepConfig, model_config: PretrainedConfig, model: str) -> None:
-    """Refuse `--router_loss_coef` for a model without such a loss; arguments as
-    `router_top_k`."""
+    """Refuse `--router_loss_coef` for a model without such a loss. `model`: flag and folder, for
+    the message."""
     if config.of(RouterFlags).router_loss_coef > 0:
         router_top_k(model_config, model)
 

@@ -149,7 +149,7 @@ def test_a_divergence_is_a_loss_or_in_the_advantages():
 @pytest.mark.parametrize(("text", "share"), [("policy", 1.0), ("data", 0.0), ("mix:0.25", 0.25)])
 def test_the_share_of_steps_whose_answers_are_sampled(text, share):
     config = config_of("ppo", *ALONE.split(), "--distill_on", text)
-    assert config.of(DistillationFlags).on_policy_share == share
+    assert config.of(DistillationFlags).sampled_share == share
     assert config.step_data.keeps_answers == (share < 1)
 
 
