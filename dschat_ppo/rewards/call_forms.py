@@ -327,7 +327,10 @@ def _group_arguments(
 ) -> dict[str, list[int] | int]:
     """Those of `GROUP_ARGUMENTS` that the function takes."""
     groups = [response.group for response in responses]
-    values = {"groups": groups, "num_generations": len(groups) // len(set(groups))}
+    values: dict[str, list[int] | int] = {
+        "groups": groups,
+        "num_generations": len(groups) // len(set(groups)),
+    }
     return {name: value for name, value in values.items() if name in signature.takes}
 
 
