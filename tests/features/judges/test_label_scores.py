@@ -7,6 +7,7 @@ import torch
 from judge_parts import model_judge, request, stub_judge, tokenizer
 from tiny_models import new_model
 
+from dschat_ppo.common import dist
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.rewards.reward_source import RewardMixture
@@ -116,3 +117,14 @@ def test_routes_weights_and_failures():
     metrics = mixture.take_metrics()
     assert metrics["judge/J/unscored_share"] == 0.5
     assert metrics["judge/J_2/unscored_share"] == 0.0
+
+
+def test_a_rank_without_a_question_runs_as_many_passes_as_others(monkeypatch):
+    made = tokenizer()
+    passes = []
+    model = PolicyModel(new_model("llama", vocab_size=len(made), max_position_embeddings=4096))
+    model.register_forward_hook(lambda *_: passes.append(1))
+    judge = model_judge(model, made=made)
+    assert judge.reader.logprobs([]).shape == (0, 2) and passes == []
+    monkeypatch.setattr(dist, "all_reduce", lambda value, op: torch.full_like(value, 3))
+    assert judge.reader.logprobs([]).shape == (0, 2) and len(passes) == 3
