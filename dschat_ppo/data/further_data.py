@@ -28,8 +28,8 @@ class FurtherData:
 def prepare_further_data(
     config: PPOConfig, plan: PPOPlan, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> list[FurtherData]:
-    """The data that the features add. A feature offers them as `further_data.prepare` with these
-    arguments, a `FurtherData` or None. Collective.
+    """The data that the features add. A feature offers them as `further_data.prepare_data` with
+    these arguments, a `FurtherData` or None. Collective.
 
     Args:
         config: the flags.
@@ -38,6 +38,7 @@ def prepare_further_data(
         device: of the batches.
     """
     prepared = [
-        prepare(config, plan, tokenizer, device) for prepare in hooks("further_data.prepare")
+        prepare_data(config, plan, tokenizer, device)
+        for prepare_data in hooks("further_data.prepare_data")
     ]
     return [data for data in prepared if data is not None]

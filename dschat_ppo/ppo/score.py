@@ -61,7 +61,7 @@ class RewardRequests:
         samples = len(rollout.response_ids) // len(indices)
         data: list[dict[str, Any]] = [json.loads(self.prompts[index]["row"]) for index in indices]
         rows = [row for row in data for _ in range(samples)]
-        groups = [number for number in range(len(data)) for _ in range(samples)]
+        groups = [group for group in range(len(data)) for _ in range(samples)]
 
         def decode() -> tuple[list[str], list[ResponseText]]:
             mask = rollout.prompt_mask

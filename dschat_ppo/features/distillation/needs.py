@@ -16,7 +16,7 @@ def needs_of(config: StepConfig) -> Needs:
     """The teachers and, with their divergence as a loss, whole distributions of all policies."""
     if config.kind == "sft":
         flags = config.of(SFTTeacherFlags)
-        models = _models(flags)
+        models = _teacher_models(flags)
         if not models:
             return Needs()
         return Needs(models, whole_distributions=True, eval_metrics=["divergence"])
@@ -29,14 +29,14 @@ def _needs_of_ppo(flags: DistillationFlags) -> Needs:
     if not flags.distils:
         return Needs()
     return Needs(
-        models=_models(flags),
+        models=_teacher_models(flags),
         reference=not flags.teachers,  # it is the teacher
         whole_distributions=flags.loss_coef > 0,
         policy_loss=flags.gives_advantages,
     )
 
 
-def _models(flags: TeacherFlags) -> list[FurtherModel]:
+def _teacher_models(flags: TeacherFlags) -> list[FurtherModel]:
     """The teachers as models of the run."""
     models = []
     for role, (sources, name) in zip(flags.roles, flags.teachers, strict=True):

@@ -11,15 +11,15 @@ def needs_of(config: StepConfig) -> Needs:
     """The models of the judges."""
     if config.kind != "ppo":
         return Needs()
-    return Needs(_models(config.of(TrainingJudgeFlags), config.value("offload_judge_models")))
+    return Needs(_judge_models(config.of(TrainingJudgeFlags), config.value("offload_judge_models")))
 
 
 def models_of_evaluation(features: HasFeatures) -> list[FurtherModel]:
     """The models of the judges of an evaluation."""
-    return _models(features.of(JudgeFlags), offload=False)
+    return _judge_models(features.of(JudgeFlags), offload=False)
 
 
-def _models(flags: JudgeFlags, offload: bool) -> list[FurtherModel]:
+def _judge_models(flags: JudgeFlags, offload: bool) -> list[FurtherModel]:
     models = []
     for name, role in flags.roles.items():
         specs = [spec for spec in flags.all_specs if spec.model == name]

@@ -12,7 +12,7 @@ from dschat_ppo.features.judges.checkpoint_folders import JOURNAL
 from dschat_ppo.features.judges.flags import JudgeFlags, TrainingJudgeFlags
 from dschat_ppo.features.judges.labels import LabelReader
 from dschat_ppo.features.judges.prompts import JudgePrompts
-from dschat_ppo.features.judges.source import JudgeReward, Reader
+from dschat_ppo.features.judges.source import JudgeReader, JudgeReward
 from dschat_ppo.features.judges.verdicts import Asking
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.tokenizers import read_tokenizer
@@ -37,7 +37,7 @@ def sources_of(
         specs = features.of(TrainingJudgeFlags).evaluation_specs
     sources: list[tuple[RewardSource, float]] = []
     for spec in specs:
-        reader: Reader
+        reader: JudgeReader
         if spec.is_address:
             prompts = JudgePrompts(spec, None)
             journal = None

@@ -36,8 +36,8 @@ def criteria_of(value: Any, column: str) -> list[Criterion]:
     if not isinstance(entries, list) or not entries:
         raise UserError(f"'{column}' is no list of criteria")
     criteria = []
-    for number, entry in enumerate(entries, start=1):
-        criteria.append(_criterion(entry, f"criterion {number} of '{column}'"))
+    for ordinal, entry in enumerate(entries, start=1):
+        criteria.append(_criterion(entry, f"criterion {ordinal} of '{column}'"))
     if not any(criterion.weight > 0 for criterion in criteria):
         raise UserError(f"'{column}' has no criterion with a weight above 0")
     return criteria

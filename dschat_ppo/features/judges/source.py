@@ -22,7 +22,7 @@ from dschat_ppo.features.judges.verdicts import (
     Logprobs,
     Verdict,
     score_of,
-    value_of,
+    verdict_value,
 )
 from dschat_ppo.rewards.call_forms import clean_name
 from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest, is_routed_to
@@ -44,7 +44,7 @@ class Tally:
     seconds: float = 0.0
 
 
-class Reader(Protocol):
+class JudgeReader(Protocol):
     """Asks a judge. The numbers are those since it was made."""
 
     asked: int  # questions
@@ -59,7 +59,7 @@ class Reader(Protocol):
 class JudgeReward:
     """Scores responses by the verdicts of a judge, from 0 to 1, or below by faults of a rubric."""
 
-    def __init__(self, asking: Asking, reader: Reader):
+    def __init__(self, asking: Asking, reader: JudgeReader):
         self.spec = asking.spec
         self.asking = asking
         self.reader = reader
@@ -103,7 +103,9 @@ class JudgeReward:
         scores = torch.full((len(request),), math.nan)
         self.numbers = {}
         for row, verdicts_of_row in verdicts.items():
-            values = [value_of(each, self._logprobs, self.spec.values) for each in verdicts_of_row]
+            values = [
+                verdict_value(each, self._logprobs, self.spec.values) for each in verdicts_of_row
+            ]
             score = score_of(verdicts_of_row, values)
             if math.isnan(score):
                 causes[row] = "it gave no verdict"

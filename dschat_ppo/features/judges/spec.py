@@ -77,7 +77,7 @@ def parse_judge(text: str, flag: str = FLAG) -> JudgeSpec:
     """Read `[SOURCE=]NAME[?key=value&key=value][:weight]`, percent-decoded as the settings of
     reward functions. `UserError` names the `flag` and what is wrong."""
     as_given = f"{flag} {text}"
-    sources, unrouted = _split_route(text, as_given)
+    sources, unrouted = _route_of_judge(text, as_given)
     model, mark, query = unrouted.partition("?")
     if mark:
         query, weight = split_weight(query)
@@ -89,7 +89,7 @@ def parse_judge(text: str, flag: str = FLAG) -> JudgeSpec:
         raise UserError(
             f"{as_given}: expected the folder or hub name of a language model, or an address"
         )
-    settings = _settings_of(query, as_given)
+    settings = _parsed_settings(query, as_given)
     is_address = model.startswith(("http://", "https://"))
     if is_address:
         _check_address(model, settings, as_given)
@@ -157,7 +157,7 @@ def parse_evaluation_judges(texts: Sequence[str]) -> list[JudgeSpec]:
     return specs
 
 
-def _split_route(text: str, as_given: str) -> tuple[tuple[str, ...], str]:
+def _route_of_judge(text: str, as_given: str) -> tuple[tuple[str, ...], str]:
     """`"math,gsm8k=judge"` -> (("math", "gsm8k"), "judge"); the name of a folder that contains `=`
     is no route."""
     head = text.partition("?")[0]
@@ -172,20 +172,20 @@ def _split_route(text: str, as_given: str) -> tuple[tuple[str, ...], str]:
     return sources, text[len(names) + 1 :]
 
 
-def _settings_of(query: str, as_given: str) -> dict[str, str]:
+def _parsed_settings(query: str, as_given: str) -> dict[str, str]:
     """The settings after the `?`, with defaults for those that are not given."""
     pairs = parse_qsl(query.replace("+", "%2B"), keep_blank_values=True)
-    given = dict(pairs)
-    if len(given) < len(pairs):
+    settings = dict(pairs)
+    if len(settings) < len(pairs):
         raise UserError(f"{as_given}: a setting is given twice")
-    for name, value in given.items():
+    for name, value in settings.items():
         if name not in _DEFAULTS:
             raise UserError(
                 f"{as_given}: there is no setting '{name}'; there are: {', '.join(_DEFAULTS)}"
             )
         if not value:
             raise UserError(f"{as_given}: the setting '{name}' is empty")
-    return _DEFAULTS | given
+    return _DEFAULTS | settings
 
 
 def _labels_of(text: str, as_given: str) -> tuple[str, ...]:
@@ -193,7 +193,7 @@ def _labels_of(text: str, as_given: str) -> tuple[str, ...]:
     labels = [label.strip() for label in text.split(",")]
     span = _RANGE.fullmatch(text.strip())
     if span is not None:
-        labels = [str(number) for number in range(int(span[1]), int(span[2]) + 1)]
+        labels = [str(label) for label in range(int(span[1]), int(span[2]) + 1)]
     if len(labels) < 2:
         raise UserError(
             f"{as_given}: labels={text}: expected two labels or more, worst to best, such as"
@@ -239,10 +239,10 @@ def _check_address(address: str, settings: dict[str, str], as_given: str) -> Non
 def _check_first_tokens(labels: Sequence[str], as_given: str) -> None:
     """Refuse labels that the first token of a verdict may not tell apart."""
     for label in labels:
-        for other in labels:
-            if other == label or not other.startswith(label):
+        for longer in labels:
+            if longer == label or not longer.startswith(label):
                 continue
             raise UserError(
-                f"{as_given}: label '{label}' begins '{other}', which one token cannot tell apart;"
+                f"{as_given}: label '{label}' begins '{longer}', which one token cannot tell apart;"
                 f" use other labels, such as 1..9, or reads={TEXT}"
             )

@@ -20,9 +20,9 @@ def changed(config: StepConfig, data: StepData) -> StepData:
     if config.kind != "ppo":
         return data
     columns = list(data.prompt_columns)
-    for number, spec in enumerate(config.of(TrainingJudgeFlags).all_specs, start=1):
+    for ordinal, spec in enumerate(config.of(TrainingJudgeFlags).all_specs, start=1):
         if spec.rubric or spec.compare == REFERENCE:
-            name = f"judge_{number}_needs"
+            name = f"judge_{ordinal}_needs"
             identity = f"{spec.rubric} {spec.compare} {','.join(spec.sources)}"
             columns.append(PromptColumn(name, partial(counted_needs, spec), identity))
     return replace(data, prompt_columns=columns)

@@ -28,7 +28,7 @@ class Verdict:
     name: str = ""  # under which its value is logged; "": it is not
 
 
-def value_of(
+def verdict_value(
     verdict: Verdict, logprobs: Mapping[Question, Logprobs], values: Sequence[float]
 ) -> float:
     """From 0 to 1; NaN if a log-prob is not finite. `values`: of the labels."""
@@ -66,9 +66,9 @@ class Asking:
         causes = dict[int, str]()
         for rows in _groups(judged):
             for row in rows:
-                others = [judged[other] for other in rows]
+                group = [judged[index] for index in rows]
                 try:
-                    verdicts[row] = self._of(judged[row], others, rows.index(row), step)
+                    verdicts[row] = self._of(judged[row], group, rows.index(row), step)
                 except UserError as problem:
                     causes[row] = str(problem)
         return verdicts, causes
@@ -77,7 +77,7 @@ class Asking:
         """The verdicts on the response at `index` of its group."""
         answer = self.prompts.answer(judged)
         if self.spec.compare == PAIRS:
-            texts = [self.prompts.answer(other) for other in group]
+            texts = [self.prompts.answer(response) for response in group]
             if len(texts) < 2:
                 raise UserError("there is no other response to its prompt to compare it with")
             most = self.spec.rivals or len(texts)

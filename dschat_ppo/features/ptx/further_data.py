@@ -23,7 +23,7 @@ from dschat_ppo.types import to_device
 TEXTS = "texts"  # the key of their position in a checkpoint
 
 
-def prepare(
+def prepare_data(
     config: PPOConfig, plan: PPOPlan, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> FurtherData | None:
     """The texts of `--unsupervised_dataset_name`, in blocks of as many tokens as the longest row;

@@ -22,19 +22,19 @@ def changed(config: StepConfig, data: StepData) -> StepData:
 def streamed(rows: int) -> LazyTraining:
     """Training rows that are streamed, so many in an epoch."""
     words = ("--streaming=True", f"--streaming_rows={rows}")
-    return LazyTraining(words, _prepare_source, partial(_start, rows))
+    return LazyTraining(words, _prepare_stream_source, partial(_start_rows, rows))
 
 
 # of modules that take seconds to import, when data are prepared
 
 
-def _prepare_source(*arguments: Any) -> Any:
+def _prepare_stream_source(*arguments: Any) -> Any:
     from dschat_ppo.features.streaming.stream_sources import prepare_source
 
     return prepare_source(*arguments)
 
 
-def _start(rows: int, sources: list[Any], step: StepData) -> tuple[Any, tuple[str, ...]]:
+def _start_rows(rows: int, sources: list[Any], step: StepData) -> tuple[Any, tuple[str, ...]]:
     from dschat_ppo.features.streaming.stream_sources import start_stream
 
     return start_stream(rows, sources, step)

@@ -9,7 +9,7 @@ from datasets import Dataset
 from dschat_ppo.common import dist
 from dschat_ppo.features.ptx import further_data
 from dschat_ppo.features.ptx.flags import PtxFlags
-from dschat_ppo.features.ptx.further_data import TextBatches, prepare
+from dschat_ppo.features.ptx.further_data import TextBatches, prepare_data
 
 
 def test_ranks_share_the_next_blocks_and_divide_by_the_tokens_of_all(monkeypatch):
@@ -68,5 +68,5 @@ def test_a_micro_batch_of_texts_has_no_more_tokens_or_rows_than_one_of_answers(
     monkeypatch.setattr(
         further_data, "text_blocks", lambda name, part, tokenizer, length, data: blocks
     )
-    prepared = prepare(config, plan, tokenizer, torch.device("cpu"))
+    prepared = prepare_data(config, plan, tokenizer, torch.device("cpu"))
     assert prepared.batches.micro_batch == rows and prepared.rows is blocks
