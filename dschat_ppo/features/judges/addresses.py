@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import make_folder, storage_errors
-from dschat_ppo.errors import remember_secret
+from dschat_ppo.errors import UserError, remember_secret
 from dschat_ppo.features.judges.spec import TEXT, JudgeSpec
 from dschat_ppo.rewards.http_client import Service, beginning_of, httpx, run_all
 from dschat_ppo.rewards.reward_source import RewardServiceError
@@ -56,9 +56,11 @@ class AddressReader:
         self.tokens_out = 0
         self.unread = ""  # the beginning of the first reply without a verdict
         headers = {}
-        key = os.environ.get(KEY)
+        key = os.environ.get(KEY, "").strip()
         if key:
             remember_secret(key)
+            if not key.isascii() or not key.isprintable():
+                raise UserError(f"{KEY}: holds characters that a header cannot have")
             headers["Authorization"] = f"Bearer {key}"
         make_service = partial(
             Service,
@@ -81,6 +83,8 @@ class AddressReader:
         """Log-probs of the labels, (n, L) fp64; NaN for a reply without a verdict. A verdict that
         was written has nearly all of the probability. `RewardServiceError` if the address does not
         reply."""
+        if questions and not self._model:
+            self._model = asyncio.run(self._only_model())
         digests = [self._digest(question) for question in questions]
         new = {
             digest: question
@@ -89,19 +93,19 @@ class AddressReader:
         }
         if new:
             asyncio.run(self._ask_all(new))
-        rows = [self._known[digest] for digest in digests]
+        unread = [math.nan] * len(self.spec.labels)
+        rows = [self._known.get(digest, unread) for digest in digests]
         return torch.tensor(rows, dtype=torch.float64).view(len(rows), len(self.spec.labels))
 
     async def _ask_all(self, questions: dict[str, str]) -> None:
         async with self._chat.client(self._certificates) as client:
-            if not self._model:
-                self._model = await self._only_model(client)
             jobs = [partial(self._ask, client, *item) for item in questions.items()]
             await run_all(jobs, self.at_once)
 
-    async def _only_model(self, client: httpx.AsyncClient) -> str:
+    async def _only_model(self) -> str:
         """The name of the only model at the address."""
-        content, url = await self._models.request(client, None)
+        async with self._models.client(self._certificates) as client:
+            content, url = await self._models.request(client, None)
         names: list[str] = []
         with suppress(ValueError, TypeError, LookupError):
             names = [str(model["id"]) for model in json.loads(content)["data"]]
@@ -136,21 +140,21 @@ class AddressReader:
             logprobs = logprobs_of_text(choice, self.spec.labels)
         else:
             logprobs = logprobs_of_tokens(choice, self.spec.labels)
-        if logprobs is None:
-            self.unread = self.unread or beginning_of(json.dumps(choice).encode())
-            logprobs = [math.nan] * len(self.spec.labels)
         self.asked += 1
         usage = reply.get("usage")
         if isinstance(usage, dict):
             self.tokens_in += int(usage.get("prompt_tokens") or 0)
             self.tokens_out += int(usage.get("completion_tokens") or 0)
+        if logprobs is None:  # not kept: a later run may find a judge that can be read
+            self.unread = self.unread or beginning_of(json.dumps(choice).encode())
+            return
         self._known[digest] = logprobs
         self._write_journal(digest, logprobs)
 
     def _digest(self, question: str) -> str:
         """What a question is known by."""
         spec = self.spec
-        told: list[Any] = [spec.model, spec.served_model, spec.reads, spec.labels, question]
+        told: list[Any] = [spec.model, self._model, spec.reads, spec.labels, question]
         if spec.reads == TEXT:
             told += [spec.max_tokens, spec.temperature, self.seed]
         return sha256(json.dumps(told).encode()).hexdigest()[:32]
@@ -178,21 +182,31 @@ class AddressReader:
 
 def logprobs_of_tokens(choice: Any, labels: Sequence[str]) -> list[float] | None:
     """Log-probs of labels, of the most likely first tokens: a token counts for the only label that
-    begins with it. None if they are missing, or if labels have less than half of the
-    probability."""
+    begins with it. A label that is not listed has at most the probability of the last token that
+    is, and at most what the listed ones leave, and gets that. None if log-probs are missing, or if
+    labels have less than half of the probability."""
     shares = [0.0] * len(labels)
+    listed = []
     try:
         tokens = choice["logprobs"]["content"][0]["top_logprobs"]
         for token in tokens:
+            logprob = min(0.0, float(token["logprob"]))
+            if math.isnan(float(token["logprob"])):
+                return None
+            listed.append(logprob)
             text = str(token["token"]).strip()
             matches = [index for index, label in enumerate(labels) if label.startswith(text)]
             if text and len(matches) == 1:
-                shares[matches[0]] += math.exp(min(0.0, float(token["logprob"])))
+                shares[matches[0]] += math.exp(logprob)
     except (TypeError, LookupError, ValueError):
         return None
     if not sum(shares) >= _LEAST_SHARE:
         return None
-    return [math.log(share) if share > 0 else -_CERTAIN for share in shares]
+    left = max(0.0, 1.0 - math.fsum(map(math.exp, listed)))
+    not_listed = -_CERTAIN
+    if left > 0:
+        not_listed = min(*listed, math.log(left))
+    return [math.log(share) if share > 0 else not_listed for share in shares]
 
 
 def logprobs_of_text(choice: Any, labels: Sequence[str]) -> list[float] | None:

@@ -72,6 +72,11 @@ class JudgePrompts:
             lstrip_blocks=True,
         )
         self._jinja.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "sort_keys": True}
+        # by whether the row has a right answer; read once: a file may change while the run trains
+        self._templates = {
+            has_reference: self._jinja.from_string(template_text(spec, has_reference))
+            for has_reference in (False, True)
+        }
         self.label_ids = list[list[int]]()
         if tokenizer is not None:
             self.label_ids = [self._ids_of_label(tokenizer, label) for label in spec.labels]
@@ -131,13 +136,14 @@ class JudgePrompts:
             "labels": self.spec.labels,
             "row": {key: value for key, value in judged.row.items() if key not in ADDED},
         }
-        template = template_text(self.spec, has_reference=reference is not None)
         with reading("its template cannot be filled in"):
-            return self._jinja.from_string(template).render(variables)
+            return self._templates[reference is not None].render(variables)
 
     def _fenced(self, answers: Sequence[str], prompt: str) -> list[str]:
         """Each response in a tag whose name is in none of them. The name depends on the prompt, so
         that questions about the responses to one prompt begin alike."""
+        # what divides tokens vanishes from the text, and might hide a tag
+        answers = [answer.replace(SPLIT, "") for answer in answers]
         seed = prompt
         tag = "answer"
         while tag == "answer" or any(tag in answer for answer in answers):

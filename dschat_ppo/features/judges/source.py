@@ -93,10 +93,15 @@ class JudgeReward:
         if request.step != self._step:
             self._logprobs.clear()
             self._step = request.step
+        self.reader.unread = ""
+        # a response whose environment failed is no rival of others, and gets no verdict
+        environment_failed = [False] * len(request)
+        if "failed" in rollout.extra:
+            environment_failed = rollout.extra["failed"].tolist()
         judged = {
             index: Judged(request.prompts[index], row, request.texts[index], request.groups[index])
             for index, row in enumerate(request.rows)
-            if is_routed_to(self.spec.sources, row)
+            if is_routed_to(self.spec.sources, row) and not environment_failed[index]
         }
         verdicts, causes = self.asking.verdicts(judged, request.step)
         self._ask(list(verdicts.values()))
@@ -119,6 +124,7 @@ class JudgeReward:
                     name = clean_name(verdict.name)
                     self.numbers.setdefault(name, no_numbers)[row] = value
         self._count(list(judged), causes, len(request))
+        self.failed |= torch.tensor(environment_failed)
         self._tally.seconds += time.perf_counter() - started
         return scores
 

@@ -15,12 +15,12 @@ from dschat_ppo.features.judges.spec import REFERENCE, JudgeSpec
 
 
 def changed(config: StepConfig, data: StepData) -> StepData:
-    """`data` with a column for each judge whose rows need something: its count, which is checked
-    when a row is read, so that messages name file and row."""
+    """`data` with a column for each judge of the training rows that needs something of them: its
+    count, which is checked when a row is read, so that messages name file and row."""
     if config.kind != "ppo":
         return data
     columns = list(data.prompt_columns)
-    for ordinal, spec in enumerate(config.of(TrainingJudgeFlags).all_specs, start=1):
+    for ordinal, spec in enumerate(config.of(TrainingJudgeFlags).specs, start=1):
         if spec.rubric or spec.compare == REFERENCE:
             name = f"judge_{ordinal}_needs"
             identity = f"{spec.rubric} {spec.compare} {','.join(spec.sources)}"

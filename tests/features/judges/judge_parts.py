@@ -1,6 +1,7 @@
 """Judges for tests: a tiny model with its tokenizer, and stubs in place of the model."""
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 from tiny_tokenizers import tokenizer_of
@@ -59,6 +60,9 @@ def model_judge(model, spec: str = "J", made=None, batch_tokens: int = 4096) -> 
     parsed = parse_judge(spec)
     prompts = JudgePrompts(parsed, made, 4000)
     return JudgeReward(Asking(prompts, 7), LabelReader(model, prompts.label_ids, batch_tokens))
+
+
+ROLLOUT = SimpleNamespace(extra={})  # stands for a rollout whose environments have not failed
 
 
 def request(answers, rows=None, prompts=None, step: int = 0) -> RewardRequest:

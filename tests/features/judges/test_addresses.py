@@ -7,7 +7,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from judge_parts import request
+from judge_parts import ROLLOUT, request
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.judges.addresses import (
@@ -99,7 +99,7 @@ def test_labels_by_the_probabilities_of_first_tokens(serve, monkeypatch):
     monkeypatch.setenv(KEY, "a-secret-key")
     server = serve(lambda query, count: (200, tokens(Yes=0.1, no=0.2, yes=0.3, **{" yes": 0.3})))
     judge = judge_at(server.url)
-    assert judge(request(["an answer", "..."]), None).tolist() == pytest.approx([0.6 / 0.8, 0.0])
+    assert judge(request(["an answer", "..."]), ROLLOUT).tolist() == pytest.approx([0.6 / 0.8, 0.0])
     [query] = server.queries
     assert query["model"] == "only" and query["top_logprobs"] == 20 and query["max_tokens"] == 1
     assert "an answer" in query["messages"][0]["content"]
@@ -110,7 +110,7 @@ def test_a_judge_that_writes(serve):
     said = "<think>maybe <score>1</score></think>It is fine. <score> 3 </score>"
     server = serve(lambda query, count: (200, text(said)))
     judge = judge_at(server.url, "?labels=1..5&reads=text&model=m&max_tokens=9&temperature=0.5")
-    assert judge(request(["an answer"]), None).tolist() == pytest.approx([0.5])
+    assert judge(request(["an answer"]), ROLLOUT).tolist() == pytest.approx([0.5])
     [query] = server.queries
     assert query["model"] == "m" and query["max_tokens"] == 9 and query["temperature"] == 0.5
     assert "<score>5</score>" in query["messages"][0]["content"]
@@ -164,19 +164,19 @@ def test_pairs_by_text_count_if_both_orders_agree(serve):
     row = {}
     for reply, expected in ((prefers_first, [0.5, 0.5]), (prefers_b2, [0.0, 1.0])):
         judge = judge_at(serve(reply).url, "?compare=pairs&reads=text")
-        assert judge(request(["text one", "text two"], [row, row]), None).tolist() == expected
+        assert judge(request(["text one", "text two"], [row, row]), ROLLOUT).tolist() == expected
 
 
 def test_prose_is_no_score_and_its_beginning_is_the_cause(serve):
     judge = judge_at(serve(lambda query, count: (200, text("I like it"))).url, "?reads=text")
-    assert judge(request(["an answer"]), None).isnan().all()
+    assert judge(request(["an answer"]), ROLLOUT).isnan().all()
     assert "I like it" in judge.counts.cause and judge.failed.all()
 
 
 @pytest.mark.parametrize("status", [429, 500])
 def test_a_temporary_fault_is_retried(serve, status):
     server = serve(lambda query, count: (status, b"") if count < 3 else (200, tokens(yes=1.0)))
-    assert judge_at(server.url)(request(["an answer"]), None).tolist() == pytest.approx([1.0])
+    assert judge_at(server.url)(request(["an answer"]), ROLLOUT).tolist() == pytest.approx([1.0])
     assert len(server.queries) == 3
 
 
@@ -197,24 +197,24 @@ def slow(query, count):
 def test_a_judge_that_does_not_reply_ends_the_run_in_one_line(serve, reply, message):
     judge = judge_at(serve(reply).url, "?model=m", timeout=0.1)
     with pytest.raises(RewardServiceError, match=message) as caught:
-        judge(request(["an answer"]), None)
+        judge(request(["an answer"]), ROLLOUT)
     assert "\n" not in str(caught.value)
 
 
 def test_what_was_said_before_a_crash_is_not_asked_again(serve, tmp_path):
     server = serve(lambda query, count: (200, tokens(yes=0.5, no=0.5)))
     answers = [f"answer {number}" for number in range(20)]
-    judge_at(server.url, journal=tmp_path)(request(answers[:10]), None)
+    judge_at(server.url, journal=tmp_path)(request(answers[:10]), ROLLOUT)
     file = tmp_path / "rank_0.jsonl"
     file.write_bytes(file.read_bytes() + b'\n{"cut')
     resumed = judge_at(server.url, journal=tmp_path)
-    assert resumed(request(answers), None).tolist() == pytest.approx([0.5] * 20)
+    assert resumed(request(answers), ROLLOUT).tolist() == pytest.approx([0.5] * 20)
     assert len(server.queries) == 20
     again = judge_at(server.url, journal=tmp_path)
-    again(request(answers, step=5), None)
+    again(request(answers, step=5), ROLLOUT)
     assert len(server.queries) == 20
     other = judge_at(server.url, "?labels=bad,no,yes", journal=tmp_path)
-    other(request(answers[:1]), None)
+    other(request(answers[:1]), ROLLOUT)
     assert len(server.queries) == 21
 
 
@@ -236,3 +236,32 @@ def test_what_is_refused(text_of_flag, message):
         parse_judge(text_of_flag)
     assert parse_judge("http://h:80/v1:0.5").weight == 0.5
     assert parse_judge("http://h/v1?labels=1..10&reads=text").labels[-1] == "10"
+
+
+def test_an_unread_reply_is_asked_again_by_a_later_run(serve, tmp_path):
+    server = serve(lambda query, count: (200, text("prose") if count == 1 else tokens(yes=1.0)))
+    judge = judge_at(server.url, journal=tmp_path)
+    assert judge(request(["an answer"]), ROLLOUT).isnan().all()
+    repaired = judge_at(server.url, journal=tmp_path)
+    assert repaired(request(["an answer"]), ROLLOUT).tolist() == pytest.approx([1.0])
+
+
+def test_a_label_that_is_not_listed_has_what_the_listed_ones_leave():
+    """A is certain up to 1e-6, or the last token that is listed has 1e-9."""
+    of_rest = [{"token": "A", "logprob": math.log(1 - 1e-6)}]
+    [a, b] = logprobs_of_tokens(choice_of(of_rest), ["A", "B"])
+    assert b == pytest.approx(math.log(1e-6), rel=1e-6)
+    of_last = [*of_rest, {"token": "C", "logprob": math.log(1e-9)}]
+    assert logprobs_of_tokens(choice_of(of_last), ["A", "B"])[1] == math.log(1e-9)
+    assert logprobs_of_tokens(choice_of([{"token": "A", "logprob": math.nan}]), ["A", "B"]) is None
+
+
+def choice_of(top):
+    return {"logprobs": {"content": [{"top_logprobs": top}]}}
+
+
+def test_a_key_that_no_header_can_have_is_refused_and_not_shown(monkeypatch):
+    monkeypatch.setenv(KEY, "ké-secret")
+    with pytest.raises(UserError) as raised:
+        judge_at("http://h/v1")
+    assert "secret" not in str(raised.value)

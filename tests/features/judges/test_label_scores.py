@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from judge_parts import model_judge, request, stub_judge, tokenizer
+from judge_parts import ROLLOUT, model_judge, request, stub_judge, tokenizer
 from tiny_models import new_model
 
 from dschat_ppo.common import dist
@@ -60,7 +60,7 @@ def test_scores_are_those_of_transformers(kernels, labels, kind, template):
     torch.testing.assert_close(judge.reader.logprobs(questions), sums, rtol=1e-6, atol=1e-5)
     values = torch.linspace(0, 1, len(judge.spec.labels), dtype=torch.float64)
     expected = (sums.softmax(dim=1) @ values).tolist()
-    assert judge(asked, None).tolist() == pytest.approx(expected, abs=1e-5)
+    assert judge(asked, ROLLOUT).tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_end_belongs_to_the_label():
@@ -76,23 +76,23 @@ def test_the_score_is_the_expected_value_by_hand():
     third = math.log(1 / 3)
     judge = stub_judge(lambda text: [third, third, third - math.log(2)], "J?labels=bad,so,good")
     # shares 0.4, 0.4, 0.2 of the values 0, 0.5, 1
-    assert judge(request(["an answer"]), None).tolist() == pytest.approx([0.4])
+    assert judge(request(["an answer"]), ROLLOUT).tolist() == pytest.approx([0.4])
 
 
 def test_nothing_is_asked_twice_in_a_step_and_blank_answers_not_at_all():
     judge = stub_judge(lambda text: [-1.0, 0.0])
     answers = ["one", "two", "one", "", " :", "..."]
-    scores = judge(request(answers), None).tolist()
+    scores = judge(request(answers), ROLLOUT).tolist()
     assert len(judge.reader.texts) == 2
     assert scores[0] == scores[2] > 0.5
     assert scores[3:] == [0.0, 0.0, 0.0]
-    judge(request(["two", "three"]), None)
+    judge(request(["two", "three"]), ROLLOUT)
     assert len(judge.reader.texts) == 3
     metrics = judge.take_metrics("j")
     assert metrics["judge/j/asked"] == 3
     assert metrics["judge/j/cached_share"] == pytest.approx(2 / 5)
     assert judge.take_metrics("j") == {}
-    judge(request(["two"], step=1), None)
+    judge(request(["two"], step=1), ROLLOUT)
     assert len(judge.reader.texts) == 4
 
 

@@ -4,12 +4,13 @@ order."""
 import itertools
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
-from judge_parts import request, stub_judge
+from judge_parts import ROLLOUT, request, stub_judge
 
-from dschat_ppo.features.judges.compare import preference, rivals_of
+from dschat_ppo.features.judges.compare import flips, preference, rivals_of
 
 GROUP = [f"answer number {number}" for number in (3, 0, 4, 1, 2)]
 
@@ -35,7 +36,7 @@ def true_order(bias: float):
 
 def scores_of(judge, answers, step=0) -> list[float]:
     row = {"data": 1}
-    return judge(request(answers, [row] * len(answers), step=step), None).tolist()
+    return judge(request(answers, [row] * len(answers), step=step), ROLLOUT).tolist()
 
 
 @pytest.mark.parametrize("rivals", ["", "&rivals=1", "&rivals=2"])
@@ -88,7 +89,7 @@ def test_equal_and_blank_answers_are_not_asked_and_groups_are_apart():
     assert judge.reader.texts == []
     rows = [{"data": 1}, {"data": 1}]  # equal, and yet of two prompts
     answers = ["number 1", "number 2"]
-    scores = judge(request(answers, rows), None)
+    scores = judge(request(answers, rows), ROLLOUT)
     assert scores.isnan().all() and judge.failed.tolist() == [True, True]
     assert "no other response" in judge.counts.cause
 
@@ -96,7 +97,7 @@ def test_equal_and_blank_answers_are_not_asked_and_groups_are_apart():
 def test_a_comparison_with_the_right_answer():
     judge = stub_judge(true_order(3.0), "J?compare=reference")
     rows = [{"_truth": "it is 2"}, {"_truth": "it is 2"}, {}]
-    scores = judge(request(["it is 4", "it is 2", "it is 1"], rows), None).tolist()
+    scores = judge(request(["it is 4", "it is 2", "it is 1"], rows), ROLLOUT).tolist()
     assert scores[:2] == pytest.approx([1 / (1 + math.exp(-2)), 0.5])
     assert math.isnan(scores[2])
 
@@ -105,3 +106,26 @@ def test_the_preference_by_hand():
     # d(i, j) = 3, d(j, i) = 1: sigmoid(1)
     assert preference([3.0, 0.0], [1.0, 0.0]) == pytest.approx(1 / (1 + math.exp(-1)))
     assert preference([-900.0, 0.0], [900.0, 0.0]) == 0.0
+
+
+def test_equal_answers_have_equal_scores_with_few_rivals():
+    judge = stub_judge(true_order(0.0), "J?compare=pairs&rivals=2")
+    scores = scores_of(judge, ["is 2", "is 2", "is 2", "is 1", "is 9", "is 4"])
+    assert scores[0] == scores[1] == scores[2]
+    assert judge.failed.tolist() == [False] * 6
+
+
+def test_a_response_whose_environment_failed_is_no_rival():
+    answers = ["is 1", "is 2", "is 9"]
+    alone = scores_of(stub_judge(true_order(0.0), "J?compare=pairs"), answers[:2])
+    judge = stub_judge(true_order(0.0), "J?compare=pairs")
+    row = {"data": 1}
+    failed = SimpleNamespace(extra={"failed": torch.tensor([False, False, True])})
+    scores = judge(request(answers, [row] * 3), failed)
+    assert scores[:2].tolist() == alone and scores[2].isnan()
+    assert judge.failed.tolist() == [False, False, True]
+
+
+def test_a_pair_without_a_verdict_does_not_flip():
+    assert not flips([math.nan, math.nan], [math.nan, math.nan])
+    assert flips([1.0, 0.0], [1.0, 0.0]) and not flips([1.0, 0.0], [0.0, 1.0])

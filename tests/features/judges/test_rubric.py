@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from judge_parts import request, stub_judge
+from judge_parts import ROLLOUT, request, stub_judge
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.examples import Example
@@ -57,7 +57,7 @@ def test_what_is_wrong_with_a_rubric(value, message):
 
 def test_the_score_is_the_weighted_sum_over_the_positive_weights():
     judge = stub_judge(by_criterion, "J?rubric=r")
-    scores = judge(request(["in the hall", "..."], [{"r": RUBRIC}, {"r": RUBRIC}]), None)
+    scores = judge(request(["in the hall", "..."], [{"r": RUBRIC}, {"r": RUBRIC}]), ROLLOUT)
     assert scores.tolist() == pytest.approx([(3 * 1 + 1 * 0.5 - 2 * 0.25) / 4, 0.0])
     assert judge.numbers["hall"].tolist()[0] == pytest.approx(1.0)
     assert judge.numbers["hall"][1].isnan() and set(judge.numbers) == {"hall"}
@@ -68,7 +68,7 @@ def test_one_criterion_unread_is_no_score():
     judge = stub_judge(
         lambda text: [math.nan, 0.0] if "is rude" in text else [0.0, 0.0], "J?rubric=r"
     )
-    assert judge(request(["in the hall"], [{"r": RUBRIC}]), None).isnan().all()
+    assert judge(request(["in the hall"], [{"r": RUBRIC}]), ROLLOUT).isnan().all()
     assert judge.failed.all()
 
 
