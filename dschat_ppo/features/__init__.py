@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 FEATURES = (
@@ -38,21 +38,26 @@ def hooks(name: str) -> tuple[Any, ...]:
     """What the features offer under `MODULE.NAME`, in the order of the table: `NAME` in the file
     `MODULE.py` of each feature's folder that has it. The order must not matter: where a run can
     have one answer alone, the first one is taken, and the flags of the features refuse each other.
-    Modules are imported here, so that the flags
-    of a feature are read without torch."""
+    Modules are imported here, so that the flags of a feature are read without torch."""
     module_name, _, attribute = name.partition(".")
     offered = []
     for feature in FEATURES:
-        folder = f"{__name__}.{feature}"
-        spec = find_spec(folder)
-        if spec is None or spec.origin is None:  # None too for a folder without files
-            raise ModuleNotFoundError(
-                f"dschat_ppo/features/{feature} is gone, but FEATURES in dschat_ppo/features/"
-                "__init__.py still has its line: delete that too"
-            )
-        if find_spec(f"{folder}.{module_name}") is None:
+        if module_name not in _modules_of(feature):
             continue
-        module = import_module(f"{folder}.{module_name}")
+        module = import_module(f"{__name__}.{feature}.{module_name}")
         if hasattr(module, attribute):
             offered.append(getattr(module, attribute))
     return tuple(offered)
+
+
+@cache
+def _modules_of(feature: str) -> frozenset[str]:
+    """The names of the modules in a feature's folder."""
+    folder = Path(__file__).parent / feature
+    modules = frozenset(path.stem for path in folder.glob("*.py"))
+    if "__init__" not in modules:
+        raise ModuleNotFoundError(
+            f"dschat_ppo/features/{feature} is gone, but FEATURES in dschat_ppo/features/"
+            "__init__.py still has its line: delete that too"
+        )
+    return modules
