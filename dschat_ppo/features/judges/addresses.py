@@ -7,7 +7,6 @@ import asyncio
 import json
 import math
 import os
-import re
 import ssl
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,13 +22,12 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import make_folder, storage_errors
 from dschat_ppo.errors import UserError, remember_secret
 from dschat_ppo.features.judges.spec import TEXT, JudgeSpec
+from dschat_ppo.features.judges.written import CERTAIN, written_logprobs
 from dschat_ppo.rewards.http_client import Service, beginning_of, httpx, run_all
 from dschat_ppo.rewards.reward_source import RewardServiceError
 
 KEY = "DSCHAT_PPO_JUDGE_KEY"  # variable of the environment
-_CERTAIN = 1e4  # log-odds of a verdict that was written
 _LEAST_SHARE = 0.5  # of the probability that labels must have
-_SCORE = re.compile(r"<score>\s*(.*?)\s*</score>", re.DOTALL)
 
 
 class AddressReader:
@@ -203,25 +201,18 @@ def logprobs_of_tokens(choice: Any, labels: Sequence[str]) -> list[float] | None
     if not sum(shares) >= _LEAST_SHARE:
         return None
     left = max(0.0, 1.0 - math.fsum(map(math.exp, listed)))
-    not_listed = -_CERTAIN
+    not_listed = -CERTAIN
     if left > 0:
         not_listed = min(*listed, math.log(left))
     return [math.log(share) if share > 0 else not_listed for share in shares]
 
 
 def logprobs_of_text(choice: Any, labels: Sequence[str]) -> list[float] | None:
-    """Log-probs that are those of the label in `<score>LABEL</score>`. None unless there is exactly
-    one such tag after the thoughts, with a label."""
+    """Those of the verdict that was written; None without one."""
     try:
         text = choice["message"]["content"]
     except (TypeError, LookupError):
         return None
     if not isinstance(text, str):
         return None
-    thoughts, closed, said = text.rpartition("</think>")
-    if not closed and "<think>" in text:  # cut while it thought
-        return None
-    scores = _SCORE.findall(said)
-    if len(scores) != 1 or scores[0] not in labels:
-        return None
-    return [0.0 if label == scores[0] else -_CERTAIN for label in labels]
+    return written_logprobs(text, labels)

@@ -23,7 +23,7 @@ class JudgeFlags:
         [],
         "judges: folder or hub name of a language model, which does not train, or an address"
         " http://HOST/v1, with optional ?key=value settings (labels, template, answer, rubric,"
-        " compare, rivals; of an address reads, max_tokens, temperature, model) and :weight;"
+        " compare, rivals, reads, max_tokens, temperature; of an address model) and :weight;"
         " SOURCE= in front: only for the rows of this data source (docs/rewards.md)",
         check=parse_judges,
     )

@@ -27,7 +27,7 @@ from dschat_ppo.data.encode import (
 from dschat_ppo.data.examples import ADDED, MESSAGES, Example, Messages
 from dschat_ppo.data.templates import render, render_answer
 from dschat_ppo.errors import UserError, reading
-from dschat_ppo.features.judges.spec import JudgeSpec
+from dschat_ppo.features.judges.spec import TEXT, JudgeSpec
 from dschat_ppo.features.judges.templates import template_text
 from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.rewards.remote_reward import label_of
@@ -37,7 +37,8 @@ LEAST_TOKENS = 16  # of a response that is cut because the judge has few positio
 _CUT = "\n[...]\n"
 _CHARACTERS = 4  # of a token of a judge whose tokenizer is not known
 _TAIL = 64  # characters after which a label is encoded
-# a judge does not think before its verdict; templates with such a variable close the thought
+# a judge whose labels are read does not think before; templates with such a variable close the
+# thought
 _WITHOUT_THOUGHTS = {"enable_thinking": False}
 
 
@@ -78,7 +79,7 @@ class JudgePrompts:
             for has_reference in (False, True)
         }
         self.label_ids = list[list[int]]()
-        if tokenizer is not None:
+        if tokenizer is not None and spec.reads != TEXT:
             self.label_ids = [self._ids_of_label(tokenizer, label) for label in spec.labels]
 
     def question(
@@ -97,16 +98,21 @@ class JudgePrompts:
         most = MOST_TOKENS
         if self.tokenizer is None:
             return self._message(judged, criterion, answers, most)
-        room = self.positions - max(map(len, self.label_ids))
+        room = self.positions - self.spec.max_tokens
+        if self.spec.reads != TEXT:
+            room = self.positions - max(map(len, self.label_ids))
         ids = self._ids_of_message(self.tokenizer, self._message(judged, criterion, answers, most))
         while len(ids) > room:
             longest = max(answers, key=len)
             cut = encode_after(self.tokenizer, "", self._shortened(longest, most))
             most = len(cut) - (len(ids) - room) - LEAST_TOKENS
             if most < LEAST_TOKENS:
+                way_out = "shorten the template"
+                if self.spec.reads == TEXT:
+                    way_out += f", lower max_tokens ({self.spec.max_tokens})"
                 raise UserError(
-                    f"its question has {len(ids)} tokens, but the judge reads {room} before its"
-                    " verdict; shorten the template, or take a judge with more positions"
+                    f"its question has {len(ids)} tokens, but the judge reads {max(0, room)} before"
+                    f" its verdict; {way_out}, or take a judge with more positions"
                 )
             ids = self._ids_of_message(
                 self.tokenizer, self._message(judged, criterion, answers, most)
@@ -191,6 +197,8 @@ class JudgePrompts:
     def _opening(self, tokenizer: PreTrainedTokenizerBase, message: str) -> str:
         """The text of the message in the judge's chat template, up to its verdict."""
         messages: Messages = [{"role": "user", "content": message}]
+        if self.spec.reads == TEXT:  # it may think
+            return render(tokenizer, messages, True)
         opening = render(tokenizer, messages, True, None, _WITHOUT_THOUGHTS)
         if opening.rstrip().endswith("<think>"):
             opening = opening.rstrip() + "\n</think>\n\n"

@@ -13,7 +13,9 @@ from dschat_ppo.features.judges.flags import JudgeFlags, TrainingJudgeFlags
 from dschat_ppo.features.judges.labels import LabelReader
 from dschat_ppo.features.judges.prompts import JudgePrompts
 from dschat_ppo.features.judges.source import JudgeReader, JudgeReward
+from dschat_ppo.features.judges.spec import TEXT
 from dschat_ppo.features.judges.verdicts import Asking
+from dschat_ppo.features.judges.written import TextReader
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.tokenizers import read_tokenizer
 from dschat_ppo.rewards.learned_reward import most_tokens
@@ -48,7 +50,11 @@ def sources_of(
             role = flags.roles[spec.model]
             folder = folders[role]
             positions = most_tokens(load_config(folder, spec.flag))
-            prompts = JudgePrompts(spec, read_tokenizer(folder, spec.flag), positions)
-            reader = LabelReader(frozen(role), prompts.label_ids, batch_tokens)
+            tokenizer = read_tokenizer(folder, spec.flag)
+            prompts = JudgePrompts(spec, tokenizer, positions)
+            if spec.reads == TEXT:
+                reader = TextReader(frozen(role), tokenizer, spec, seed)
+            else:
+                reader = LabelReader(frozen(role), prompts.label_ids, batch_tokens)
         sources.append((JudgeReward(Asking(prompts, seed), reader), spec.weight))
     return sources

@@ -20,7 +20,6 @@ PAIRS = "pairs"  # `compare`: with others of the group
 REFERENCE = "reference"  # `compare`: with the right answer
 TEXT = "text"  # `reads`: the judge writes
 LABELS = "labels"  # `reads`: the probabilities of its labels
-_AT_ADDRESS = ("reads", "max_tokens", "temperature", "model")  # settings
 _PLACES = ("A", "B")  # the verdicts on a pair
 _DEFAULTS = {
     "labels": "no,yes",
@@ -50,7 +49,7 @@ class JudgeSpec:
     rubric: str = ""  # column of criteria; "": one question
     compare: str = ""  # `PAIRS` or `REFERENCE`; "": each response alone
     rivals: int = 0  # of a response, with `PAIRS`; 0: all others of its group
-    reads: str = LABELS  # at an address: `LABELS` or `TEXT`
+    reads: str = LABELS  # or `TEXT`
     max_tokens: int = 512  # of a text
     temperature: float = 0.0  # of a text
     served_model: str = ""  # at an address: which one; "": the only one
@@ -92,11 +91,10 @@ def parse_judge(text: str, flag: str = FLAG) -> JudgeSpec:
     settings = _parsed_settings(query, as_given)
     is_address = model.startswith(("http://", "https://"))
     if is_address:
-        _check_address(model, settings, as_given)
-    else:
-        for name in _AT_ADDRESS:
-            if settings[name] != _DEFAULTS[name]:
-                raise UserError(f"{as_given}: {name} is for a judge at an address; omit it")
+        _check_address(model, as_given)
+    elif settings["model"]:
+        raise UserError(f"{as_given}: model is for a judge at an address; omit it")
+    _check_reading(settings, as_given)
     if settings["answer"] not in READABLE:
         raise UserError(
             f"{as_given}: answer={settings['answer']}: expected one of {', '.join(READABLE)}"
@@ -207,8 +205,8 @@ def _labels_of(text: str, as_given: str) -> tuple[str, ...]:
     return tuple(labels)
 
 
-def _check_address(address: str, settings: dict[str, str], as_given: str) -> None:
-    """Refuse an address that is none, and settings of one that have wrong values."""
+def _check_address(address: str, as_given: str) -> None:
+    """Refuse an address that is none, or holds a key."""
     if not address.endswith("/v1"):
         raise UserError(
             f"{as_given}: end the address with /v1 (what follows the last colon is read as a"
@@ -219,6 +217,10 @@ def _check_address(address: str, settings: dict[str, str], as_given: str) -> Non
             f"{FLAG}: put the key of the address into the variable DSCHAT_PPO_JUDGE_KEY, not into"
             " the address"
         )
+
+
+def _check_reading(settings: dict[str, str], as_given: str) -> None:
+    """Refuse wrong values of `reads` and of the settings of a text."""
     if settings["reads"] not in (LABELS, TEXT):
         raise UserError(f"{as_given}: reads={settings['reads']}: expected {LABELS} or {TEXT}")
     for name in ("max_tokens", "temperature"):

@@ -228,7 +228,10 @@ def test_what_was_said_before_a_crash_is_not_asked_again(serve, tmp_path):
         ("http://h/v1?reads=text&max_tokens=0", "max_tokens=0: expected a number from 1"),
         ("http://h/v1?reads=text&temperature=x", "temperature=x: expected a number from 0"),
         ("http://me:pw@h/v1", "put the key of the address into the variable DSCHAT_PPO_JUDGE_KEY"),
-        ("J?reads=text", "reads is for a judge at an address"),
+        ("J?model=m", "model is for a judge at an address"),
+        ("J?reads=all", "reads=all: expected labels or text"),
+        ("J?temperature=1", "temperature is for reads=text"),
+        ("J?reads=text&max_tokens=0", "max_tokens=0: expected a number from 1"),
     ],
 )
 def test_what_is_refused(text_of_flag, message):
