@@ -22,10 +22,11 @@ from dschat_ppo.config.step_config import flatten
 CHAT = ROOT / "docs" / "from-deepspeed-chat.md"
 FROM_TRL = ROOT / "docs" / "from-trl.md"
 FROM_OPENRLHF = ROOT / "docs" / "from-openrlhf.md"
+FROM_VERL = ROOT / "docs" / "from-verl.md"
 FOLDERS = {"step1_sft": "sft", "step2_reward": "reward", "step2_dpo": "dpo", "step3_ppo": "ppo"}
 COMMANDS = [
     (page.name, line)
-    for page in (CHAT, FROM_TRL, FROM_OPENRLHF)
+    for page in (CHAT, FROM_TRL, FROM_OPENRLHF, FROM_VERL)
     for b in blocks_of(page)
     for line in b.commands
 ]
@@ -43,9 +44,16 @@ STEPS = {
     "train_rm": "reward",
     "train_dpo": "dpo",
     "train_ppo_ray": "ppo",
+    "Rewards": "ppo",
+    "Data and length of the run": "ppo",
+    "Algorithm": "ppo",
+    "Models, optimizer and generation": "ppo",
 }
 TABLES = [
-    row for page in (FROM_TRL, FROM_OPENRLHF) for row in rows_of(page) if row.heading in STEPS
+    row
+    for page in (FROM_TRL, FROM_OPENRLHF, FROM_VERL)
+    for row in rows_of(page)
+    if row.heading in STEPS
 ]
 NEEDED_OF = {**NEEDED, "dpo": NEEDED["reward"]}
 REQUIRED = {
@@ -94,22 +102,23 @@ def test_a_row_names_flags_of_the_step_with_their_defaults():
         assert written == [as_number(value) for value in our_defaults(step, flags)], row
 
 
-@pytest.mark.parametrize("page", [CHAT, FROM_TRL, FROM_OPENRLHF], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [CHAT, FROM_TRL, FROM_OPENRLHF, FROM_VERL], ids=lambda page: page.name
+)
 def test_every_flag_in_notes_exists(page):
     known = set().union(*DEFAULTS.values(), ALIASES)
     known |= {f"no_{name}" for name in known} | {"model", "pairs", "num_accelerators"}
     for row in rows_of(page):
         for column, cell in row.cells.items():
-            if column not in ("OpenRLHF", "before", "DeepSpeed-Chat"):
+            if column not in ("OpenRLHF", "before", "DeepSpeed-Chat", "verl"):
                 assert set(flags_in(cell)) <= known, cell
 
 
 def test_a_name_of_theirs_that_is_answered_is_answered_with_a_flag_of_the_row():
     for row in (row for row in TABLES if row.cells["here"] != "none"):
         step, ours = STEPS[row.heading], flags_in(row.cells["here"])
-        for theirs in names_in(row.cells.get("TRL", row.cells.get("OpenRLHF"))) + names_in(
-            row.cells.get("before", "")
-        ):
+        columns = [row.cells.get(name, "") for name in ("TRL", "OpenRLHF", "before")]
+        for theirs in names_in(" ".join(columns)):
             if theirs not in DEFAULTS[step] and theirs not in ("bf16", "fp16"):
                 answered = {
                     ALIASES.get(name, name)
