@@ -11,8 +11,8 @@ PPO_RULES = (
         "judge/NAME/unscored_share",
         "above it",
         0.1,
-        "a judge gives many answers no score: its template reads what rows lack, or its positions"
-        " are too few",
+        "a judge gives many answers no score: its template reads what rows lack, its positions are"
+        " too few, or what it writes (reads=text) has no verdict",
         "read the first cause in logs/; correct the template or the data, or take another --judge",
     ),
     Rule(
