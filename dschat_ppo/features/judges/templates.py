@@ -69,12 +69,13 @@ def check_template(spec: JudgeSpec) -> None:
     text = template_text(spec, has_reference=False)
     environment = ImmutableSandboxedEnvironment()
     where = f"{spec}: template {spec.template}"
-    try:
-        tree = environment.parse(text)
-        environment.from_string(text)  # also finds unknown filters, which parsing does not
-    except jinja2.TemplateSyntaxError as problem:
-        raise UserError(f"{where}, line {problem.lineno}: {problem.message}") from None
-    names = meta.find_undeclared_variables(tree)
+    with reading(f"{where}: cannot be used"):  # Jinja's and Python's parsers limit the nesting
+        try:
+            tree = environment.parse(text)
+            environment.from_string(text)  # also finds unknown filters, which parsing does not
+        except jinja2.TemplateSyntaxError as problem:
+            raise UserError(f"{where}, line {problem.lineno}: {problem.message}") from None
+        names = meta.find_undeclared_variables(tree)
     variables = variables_of(spec)
     for name in sorted(names - {*variables, *environment.globals}):
         lines = [node.lineno for node in tree.find_all(nodes.Name) if node.name == name]

@@ -96,6 +96,8 @@ def test_what_is_refused(flags, message):
         ("{{ prompt }}", "does not read 'answer', so it would not be judged"),
         ("{% if %}", "line 1: "),
         ("{{ answer | nothing }}", "line 1: No filter named 'nothing'"),
+        ("{{ answer }}{{ " + "[" * 5000, "cannot be used: maximum recursion depth"),
+        ("{{ answer }}" + "{% for i in [1] %}" * 50 + "{% endfor %}" * 50, "cannot be used: "),
     ],
 )
 def test_what_is_wrong_with_a_template(tmp_path, text, message):
