@@ -16,9 +16,12 @@ FOLDER = pathlib.Path(__file__).parent
 def note(word):
     with (FOLDER / "calls").open("a") as file:
         file.write(word + "\\n")
-    most = FOLDER / "most"  # other episodes write at the same time
-    if most.exists() and len((FOLDER / "calls").read_text().split()) >= int(most.read_text()):
-        most.unlink(missing_ok=True)
+    try:
+        most = int((FOLDER / "most").read_text())
+    except FileNotFoundError:  # another episode has removed it, or there is none
+        return
+    if len((FOLDER / "calls").read_text().split()) >= most:
+        (FOLDER / "most").unlink(missing_ok=True)
         # this process is a fork of the server of the rank
         rank = psutil.Process(os.getppid()).parent().pid
         os.kill(rank, signal.SIGKILL)
