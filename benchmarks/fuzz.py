@@ -3,14 +3,14 @@ what to do.
 
     python benchmarks/fuzz.py [--seed S] [--cases N] [--case N] [--json F] [--docs F.md]
 
-Each case (`fuzz_cases.py`) mutates something valid and gives it to a step until it would load its
-models. `--seed` and its number determine a case; `--case N` repeats one and prints what it prints.
-This process imports the libraries once and forks for each case.
+Each case (`fuzz_cases.py`, `fuzz_judges.py`) mutates something valid and gives it to a step until
+it would load its models. `--seed` and its number determine a case; `--case N` repeats one and
+prints what it prints. This process imports the libraries once and forks for each case.
 
 A case passes if it ends with exit code 0, or with a documented code other than 1 and 5 and one line
-`error: ...`. It fails if it ends by a signal or with a traceback, if it exceeds the limits of time
-(60 s of processor time, 180 s) or memory, or if it ends without saying why. The exit code of this
-command is 1 if a case fails.
+`error: ...` (and a line for each further wrong flag). It fails if it ends by a signal or with a
+traceback, if it exceeds the limits of time (60 s of processor time, 180 s) or memory, or if it ends
+without saying why. The exit code of this command is 1 if a case fails.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from fuzz_cases import KINDS, ROOT, make_material, train_run
+from fuzz_cases import KINDS as STEP_KINDS
+from fuzz_cases import ROOT, make_material, train_run
+from fuzz_judges import JUDGE_KINDS
 
 sys.path.insert(0, str(ROOT))
 from dschat_ppo.common.processes import (
     signal_when_parent_ends,
 )  # noqa: E402  benchmarks run from any folder
 
+KINDS = STEP_KINDS | JUDGE_KINDS
 MARKS = ("<!-- fuzz -->", "<!-- /fuzz -->")
 OUTCOMES = ("result", "error line", "failed")
 CPU_SECONDS, WALL_SECONDS, MEMORY_BYTES = 60, 180.0, 6 * 2**30
@@ -99,8 +102,11 @@ def judge(ended: Ended) -> tuple[str, str]:
     errors = [number for number, line in enumerate(lines) if line.startswith("error")]
     if len(errors) != 1:
         return "failed", f"{len(errors)} error lines"
-    # a table of settings is indented
-    if any(line and not line.startswith("  ") for line in lines[errors[0] + 1 :]):
+    # a table of settings is indented; each further wrong flag has a line
+    if any(
+        line and not line.startswith(("  ", "--", "unknown flag"))
+        for line in lines[errors[0] + 1 :]
+    ):
         return "failed", "more than one line"
     return "error line", ""
 

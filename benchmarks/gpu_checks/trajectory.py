@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.ppo.train_ppo import train_ppo
+from dschat_ppo.run.session import join_ranks
 from dschat_ppo.supervised.sft import train_sft
 from dschat_ppo.tools.toy import (
     COLOURS,
@@ -231,9 +232,9 @@ def train(made: Path, names: list[str]) -> None:
     for name in names:
         step, flags = RUNS[name]
         print(f"--- {name}", flush=True)
-        TRAIN[step](
-            parse(step, [*flags.format(made=made).split(), "--output_dir", str(made / name)])
-        )
+        config = parse(step, [*flags.format(made=made).split(), "--output_dir", str(made / name)])
+        join_ranks(config)
+        TRAIN[step](config)
 
 
 def metrics_of(output: Path) -> dict[int, dict[str, float]]:

@@ -138,7 +138,8 @@ class FlagParser(argparse.ArgumentParser):
             self._check(action, values)
             return values
         except UserError as problem:
-            self._wrong_values.append(f"{problem} ({self._help_of_flag(action.dest)})")
+            message = printable_line(str(problem))
+            self._wrong_values.append(f"{message} ({self._help_of_flag(action.dest)})")
             return action.default
         except argparse.ArgumentError as problem:
             wrong_value = self._as_wrong_value(str(problem))

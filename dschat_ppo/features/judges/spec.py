@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
 from dschat_ppo.config.ppo_flags import split_weight
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, printable_line
 
 FLAG = "--judge"
 EVALUATION_FLAG = "--eval_judge"
@@ -59,7 +59,7 @@ class JudgeSpec:
         route = ""
         if self.sources:
             route = ",".join(self.sources) + "="
-        return f"{self.flag} {route}{self.model}"
+        return printable_line(f"{self.flag} {route}{self.model}")
 
     @property
     def is_address(self) -> bool:
@@ -75,7 +75,7 @@ class JudgeSpec:
 def parse_judge(text: str, flag: str = FLAG) -> JudgeSpec:
     """Read `[SOURCE=]NAME[?key=value&key=value][:weight]`, percent-decoded as the settings of
     reward functions. `UserError` names the `flag` and what is wrong."""
-    as_given = f"{flag} {text}"
+    as_given = printable_line(f"{flag} {text}")
     sources, unrouted = _route_of_judge(text, as_given)
     model, mark, query = unrouted.partition("?")
     if mark:

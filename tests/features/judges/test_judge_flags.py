@@ -139,3 +139,9 @@ def test_judges_of_one_model_share_it():
         ("judge 2", "K", []),
     ]
     assert [model.label for model in models] == ["--judge a b J", "--judge K"]
+
+
+def test_a_message_about_a_judge_is_one_line():
+    with pytest.raises(UserError) as raised:
+        parse_judge("J\nb?answer=all")
+    assert str(raised.value).startswith("--judge J b?answer=all: answer=all: expected")
