@@ -16,6 +16,9 @@ ROOT = Path(__file__).parent.parent
 COPIED = ("dschat_ppo", "training", "tests", "pyproject.toml")
 # features that the core still imports or asks for by name, and what hinders their deletion
 NOT_YET: dict[str, str] = {}
+# which of the loop's tests run without each feature: without repetitions, except for a release
+CHOSEN = "not test_loop or order_of_a_run or metrics_of_a_run or equals_the_whole_run"
+ALL = "test"
 
 pytestmark = pytest.mark.ranks
 
@@ -27,7 +30,7 @@ def copied(folder: Path, without: str | None) -> Path:
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source, tree / name)  # with what Python has compiled
         else:
             shutil.copy(source, tree / name)
     if without:
@@ -55,10 +58,10 @@ class Worker:
             text=True,
         )
 
-    def result(self, without: str | None) -> dict:
-        """What a default run and the loop's tests give in a tree without this feature."""
+    def result(self, without: str | None, chosen: str) -> dict:
+        """What a default run and these tests of the loop give in a tree without the feature."""
         tree = copied(self.folder, without)
-        print(tree, file=self.process.stdin, flush=True)
+        print(tree, chosen, file=self.process.stdin, flush=True)
         for line in self.process.stdout:
             if line.startswith('{"tree"'):  # libraries print lines of their own
                 shutil.rmtree(tree)
@@ -76,7 +79,7 @@ def worker(assets, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(worker) -> dict:
-    return worker.result(None)
+    return worker.result(None, ALL)
 
 
 def test_a_feature_that_cannot_be_deleted_yet_is_a_feature():
@@ -87,8 +90,15 @@ def test_the_loops_tests_pass_in_a_copy(whole):
     assert whole["tests"] == 0, whole["said"]
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param(CHOSEN, id="chosen tests"),
+        pytest.param(ALL, id="all tests", marks=pytest.mark.release),
+    ],
+)
 @pytest.mark.parametrize("feature", [name for name in FEATURES if name not in NOT_YET])
-def test_the_rest_works_without_it(worker, whole, feature):
-    result = worker.result(feature)
+def test_the_rest_works_without_it(worker, whole, feature, chosen):
+    result = worker.result(feature, chosen)
     assert result["digest"] == whole["digest"], result["said"]
     assert result["tests"] == 0, result["said"]

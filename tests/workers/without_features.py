@@ -1,9 +1,9 @@
 """Runs copies of the tree, each without some features, in processes that have imported the
 libraries already.
 
-without_features.py ASSETS   reads the path of a tree from each line of its input, and answers with
-    a line of JSON: the digest of what a default run of step 3 leaves, and the exit code and the
-    last words of the loop's tests
+without_features.py ASSETS   reads the path of a tree and names of tests from each line of its
+    input, and answers with a line of JSON: the digest of what a default run of step 3 leaves, and
+    the exit code and the last words of the loop's tests that pytest chooses by these names
 """
 
 import hashlib
@@ -80,11 +80,12 @@ def default_run(tree: Path, assets: Path, output: Path) -> int:
     return 0
 
 
-def loop_tests(tree: Path) -> int:
-    """The tests of the loop and of what it is made of."""
+def loop_tests(tree: Path, chosen: str) -> int:
+    """The tests of the loop and of what it is made of, those that `-k` chooses."""
     enter(tree)
     files = [f"tests/ppo/{name}.py" for name in TESTS]
-    return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--durations=0", *files]))
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-k", chosen, "-m", "not release"]
+    return int(pytest.main([*options, *files]))
 
 
 def digest(output: Path) -> str:
@@ -103,15 +104,16 @@ def digest(output: Path) -> str:
 def main() -> None:
     assets = Path(sys.argv[1])
     for line in sys.stdin:
-        tree = Path(line.strip())
+        path, _, chosen = line.strip().partition(" ")
+        tree = Path(path)
         with tempfile.TemporaryDirectory() as folder:
             said = Path(folder) / "said"
             output = Path(folder) / "output"
             code = in_child(lambda: default_run(tree, assets, output), said)  # noqa: B023
-            result = {"tree": str(tree), "digest": None, "tests": None}
+            result = {"tree": path, "digest": None, "tests": None}
             if code == 0:
                 result["digest"] = digest(output)
-                result["tests"] = in_child(lambda: loop_tests(tree), said)  # noqa: B023
+                result["tests"] = in_child(lambda: loop_tests(tree, chosen), said)  # noqa: B023
             result["said"] = said.read_text()[-4000:]
             print(json.dumps(result), flush=True)
 
