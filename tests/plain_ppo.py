@@ -23,11 +23,12 @@ from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.errors import StopRequested
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
+from dschat_ppo.monitor.early_stop import EarlyStop
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.step_trace import NO_TRACE
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.components import PPOComponents, PPOData
-from dschat_ppo.ppo.evaluation import Evaluation
+from dschat_ppo.ppo.evaluation import HIGHEST_SCORE, Evaluation
 from dschat_ppo.ppo.followers import Follower
 from dschat_ppo.ppo.loop import run
 from dschat_ppo.ppo.resumable import ResumablePPO
@@ -220,6 +221,7 @@ class PlainRun:
                 scorer if engines.reference else None,
                 folder,
                 self.save_best,
+                early_stop=EarlyStop(config.schedule.early_stop_patience, metric=HIGHEST_SCORE),
             )
         self.health = HealthWatch(config.health)
         self.resumable = ResumablePPO(self.ppo, self.evaluation, self.health)

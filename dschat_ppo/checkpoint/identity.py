@@ -124,6 +124,8 @@ DERIVED = frozenset({*PRODUCTS.values(), "ranks"})  # settings of an identity th
 # run.
 LENGTH = frozenset({"num_train_epochs", "max_steps", "enable_test_mode", "test_stop_step"})
 _CONSTANT = ("constant", "constant_with_warmup")
+# When a run ends early, which changes no step before.
+EARLY_END = frozenset({"early_stop_patience", "early_stop_min_delta"})
 
 MOST_LINES, MOST_CHARACTERS = 12, 100  # of a diff: changes, and characters of a value
 # before the flag that names a model or a file, in the names of fingerprints
@@ -421,6 +423,7 @@ def _require_same_run(checkpoint: Path, flags: SafetyFlags, identity: RunIdentit
             f"{checkpoint} is a checkpoint of the step '{manifest.kind}', not of '{identity.kind}'"
         )
     changes = differences(manifest.config, identity.config, identity.defaults)
+    changes = {name: text for name, text in changes.items() if name not in EARLY_END}
     if not any(map(_rates_depend_on_length, (manifest.config, identity.config))):
         changes = {name: text for name, text in changes.items() if name not in LENGTH}
     if manifest.data != identity.data:

@@ -46,6 +46,8 @@ _TRAINING_FLAGS = (
     "eval_interval",
     "save_best",
     "metric_for_best",
+    "early_stop_patience",
+    "early_stop_min_delta",
 )
 
 

@@ -112,6 +112,8 @@ THEIR_NAMES = {
     "eval_interval": "eval_steps eval_strategy",
     "metric_for_best": "load_best_model_at_end metric_for_best_model",
     "save_best": "best_metric_key",
+    "early_stop_patience": "early_stopping_patience early_stopping_steps",
+    "early_stop_min_delta": "early_stopping_threshold",
     "report_to": "use_wandb wandb_key use_tensorboard",
     "tensorboard_path": "tensorboard_dir",
     # whose last words mean something else

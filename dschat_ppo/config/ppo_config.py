@@ -139,6 +139,12 @@ class PPOConfig(StepConfig):
             when=self.has_policy_loss,
             purpose="a policy loss, which --advantage_estimator none does not have",
         )
+        require_used(
+            self.schedule,
+            "early_stop_patience early_stop_min_delta",
+            when=self.validation.eval_interval > 0,
+            purpose="evaluations during training, which --eval_data_path and --eval_interval make",
+        )
         with_reference = "the reference, which --kl_coef or --kl_loss_coef above 0 compares with"
         require_used(
             self.reference,

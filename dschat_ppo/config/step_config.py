@@ -18,7 +18,14 @@ from dschat_ppo.config.run_flags import (
     RunFlags,
     SafetyFlags,
 )
-from dschat_ppo.config.schema import default_of, fraction, not_negative, types_of
+from dschat_ppo.config.schema import (
+    default_of,
+    fraction,
+    not_negative,
+    positive,
+    require_used,
+    types_of,
+)
 from dschat_ppo.errors import UserError, without_credentials
 from dschat_ppo.features import hooks
 
@@ -71,6 +78,23 @@ class ScheduleFlags:
         " learning rate schedule covers it, and the data repeat if needed; 0 = --num_train_epochs"
         " sets the length",
     )
+    early_stop_patience: int | None = positive(
+        None,
+        "end the run, as at its normal end, after this many evaluations in a row that do not"
+        " improve the score by which the best model is chosen: in steps 1 and 2 that of"
+        " --metric_for_best, or the lowest eval_loss; in step 3 the held-out score. Not given: off",
+    )
+    early_stop_min_delta: float = not_negative(
+        0.0, "with --early_stop_patience: what an improvement must exceed"
+    )
+
+    def __post_init__(self) -> None:
+        require_used(
+            self,
+            "early_stop_min_delta",
+            when=self.early_stop_patience is not None,
+            purpose="--early_stop_patience",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

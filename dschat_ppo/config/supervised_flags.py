@@ -135,10 +135,10 @@ class BestMetric:
     name: str  # as in `metrics.jsonl`, such as "eval_loss"
     higher: bool  # whether a higher value is better
 
-    def is_better(self, value: float, best: float) -> bool:
+    def is_better(self, value: float, best: float, by_more_than: float = 0.0) -> bool:
         if self.higher:
-            return value > best
-        return value < best
+            return value > best + by_more_than
+        return value < best - by_more_than
 
 
 LOWEST_LOSS = BestMetric("eval_loss", higher=False)

@@ -35,6 +35,7 @@ from dschat_ppo.models.loading import (
 from dschat_ppo.models.model_folders import model_folder, with_bases
 from dschat_ppo.models.tokenizers import load_tokenizer, read_tokenizer
 from dschat_ppo.models.vocabulary import check_vocabulary
+from dschat_ppo.monitor.early_stop import warn_of_few_evaluations
 from dschat_ppo.ppo.components import PPOData
 from dschat_ppo.ppo.generation_settings import check_stop_ids
 from dschat_ppo.ppo.own_algorithms import check_own_functions
@@ -219,6 +220,9 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     if not config.validate_only:
         show_ppo_batches(config, plan)
         planned_steps = plan.ppo_steps
+        if config.schedule.early_stop_patience is not None:
+            evaluations = (plan.ppo_steps - 1) // config.validation.eval_interval
+            warn_of_few_evaluations(config.schedule.early_stop_patience, evaluations)
     end_dry_run(config.run, config.safety.resume, planned_steps)
     started = time.perf_counter()
     session = None

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import make_folder, write_file
 from dschat_ppo.config.ppo_flags import EvaluationFlags
+from dschat_ppo.config.supervised_flags import BestMetric
 from dschat_ppo.data.batches import PADDING_ROW, optimizer_steps
 from dschat_ppo.errors import StorageError
+from dschat_ppo.monitor.early_stop import EarlyStop
 from dschat_ppo.monitor.writers import finite_or_null
 from dschat_ppo.ppo.generation_settings import greedily
 from dschat_ppo.ppo.response_texts import shown_sections
@@ -33,6 +36,7 @@ from dschat_ppo.run.output_folder import BEST, best_is_lost
 from dschat_ppo.types import FinishReason, Rollout
 
 CUT = FinishReason.LENGTH.name.lower()
+HIGHEST_SCORE = BestMetric("eval/score", higher=True)
 STREAM = 5  # separates the seeds of the evaluation's responses from those of training
 
 
@@ -247,6 +251,8 @@ class Evaluation:
     # names of the data sets, which the column `source` of the prompts numbers
     data_sources: Sequence[str] = ()
     best: tuple[float, int] | None = None  # (score, PPO step)
+    # `--early_stop_patience`, by the same score
+    early_stop: EarlyStop = field(default_factory=partial(EarlyStop, metric=HIGHEST_SCORE))
 
     def __post_init__(self) -> None:
         config = self.sampler.config
@@ -297,6 +303,7 @@ class Evaluation:
             self.best = (mean, step)
             if step > 0 and self.flags.save_best:
                 self.save_best()
+        self.early_stop.consider(metrics, step)
         return metrics
 
     def require_best_models(self, before: Mapping[str, float]) -> None:

@@ -39,7 +39,8 @@ def run(
         UnhealthyRun: `--stop_on_health` ends the run; its state is saved.
     """
     first = ppo.state.steps + 1  # a resumed run may enter in the middle of a step
-    for step in trace.around(range(first, ppo.plan.ppo_steps + 1), first):
+    steps = report.until_early_stop(range(first, ppo.plan.ppo_steps + 1))
+    for step in trace.around(steps, first):
         announce_step(step)
         experience = ppo.state.experience  # (N, R), of a step that is resumed
         if experience is None:

@@ -47,8 +47,10 @@ class ResumablePPO:
         """The state that all ranks have in common."""
         ppo = self.ppo
         best = None
+        early_stop = None
         if self.evaluation is not None:
             best = self.evaluation.best
+            early_stop = self.evaluation.early_stop.state_dict()
         return {
             "progress": ppo.state.state_dict(),
             "collector": ppo.collection.state_dict(),
@@ -58,6 +60,7 @@ class ResumablePPO:
             "nonfinite": ppo.nonfinite.state_dict(),
             **{data.name: data.batches.state_dict() for data in ppo.further_data},
             "best": best,
+            "early_stop": early_stop,
             "files": {file.path.name: file.saved_offset() for file in self.files},
         }
 
@@ -86,6 +89,8 @@ class ResumablePPO:
             load_saved(data.flag, shared.get(data.name), data.batches.load_state_dict)
         if self.evaluation is not None and shared["best"] is not None:
             self.evaluation.best = tuple(shared["best"])
+        if self.evaluation is not None and shared["early_stop"] is not None:
+            self.evaluation.early_stop.load_state_dict(shared["early_stop"])
         for file in self.files:
             file.offset = shared["files"].get(file.path.name, 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,12 @@ class PPOReport:
         elif self.evaluation is not None:
             self.evaluation.require_best_models(state.metrics_before)
         self.bar.measure_from_here()
+
+    def until_early_stop(self, steps: Iterable[int]) -> Iterable[int]:
+        """The PPO steps that are left, which `--early_stop_patience` may end."""
+        if self.evaluation is None:
+            return steps
+        return self.evaluation.early_stop.until_due(steps)
 
     def finish(self, step: int) -> None:
         """Finish the PPO step in flight. Collective."""
@@ -112,6 +119,11 @@ class PPOReport:
             score, step = self.evaluation.best
             result["best_eval_score"] = score
             result["best_step"] = step
+        ends_early = state.steps < self.ppo.plan.ppo_steps
+        if ends_early and self.evaluation is not None:
+            result["early_stop"] = self.evaluation.early_stop.reason
+        result["ppo_steps"] = state.steps
+        result["optimizer_steps"] = state.steps * self.ppo.plan.updates_per_rollout
         return result
 
 

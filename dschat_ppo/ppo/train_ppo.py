@@ -29,12 +29,13 @@ from dschat_ppo.models.saving import (
     saved_dtype,
     saves_whole_model,
 )
+from dschat_ppo.monitor.early_stop import EarlyStop
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.step_line import PPO_COLUMNS
 from dschat_ppo.monitor.writers import JsonLines, write_result
 from dschat_ppo.ppo.begin_ppo import BegunPPO, begin_ppo, evaluation_reward, reward_tokenizer
 from dschat_ppo.ppo.components import PPOComponents, PPOData
-from dschat_ppo.ppo.evaluation import Evaluation, shown_metrics
+from dschat_ppo.ppo.evaluation import HIGHEST_SCORE, Evaluation, shown_metrics
 from dschat_ppo.ppo.loop import run
 from dschat_ppo.ppo.resumable import ResumablePPO
 from dschat_ppo.ppo.rollouts import reward_sources_of, start_extensions
@@ -103,8 +104,6 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
 
     announce("save models")
     save_models(components, forms, tokenizer, output)
-    result["ppo_steps"] = begun.plan.ppo_steps
-    result["optimizer_steps"] = begun.plan.total_updates
     result["world_size"] = dist.world_size()
     result["seconds"] = round(time.perf_counter() - begun.started, 2)
     write_result(output, result)
@@ -337,4 +336,7 @@ def build_evaluation(
         folder=kept_models.output,
         save_best=kept_models.save_best,
         data_sources=data.rows.eval_sources,
+        early_stop=EarlyStop(
+            config.schedule.early_stop_patience, config.schedule.early_stop_min_delta, HIGHEST_SCORE
+        ),
     )

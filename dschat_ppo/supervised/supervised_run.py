@@ -38,6 +38,7 @@ from dschat_ppo.models.model_folders import base_folder, model_folder, with_base
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.vocabulary import check_vocabulary
 from dschat_ppo.models.weight_headers import checkpoint_shapes
+from dschat_ppo.monitor.early_stop import warn_of_few_evaluations
 from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.nonfinite import NonFinitePolicy, recorders_of
 from dschat_ppo.run.output_folder import KeptModels, remove_checkpoints
@@ -105,6 +106,9 @@ def begin_supervised_run(config: FitConfig, name: str, title: str) -> Supervised
     if fit.packing:
         packing = plan_packing(rows.train, fit.max_seq_len)
     plan = plan_batches(fit, rows.train, packing, config.schedule.max_steps, config.ranks_of_row)
+    # the first one has none before it
+    evaluations = sum(plan.is_evaluated(step) for step in range(1, plan.total_steps)) - 1
+    warn_of_few_evaluations(config.schedule.early_stop_patience, evaluations)
     session = None
     if fit.validate_only:
         end_dry_run(config.run, config.safety.resume, None)
@@ -160,10 +164,13 @@ def _check_model(config: FitConfig, folder: str, tokenizer: PreTrainedTokenizerB
 def _require_evaluation_rows(config: FitConfig, rows: TokenRows) -> None:
     """Refuse flags that need evaluation rows where there are none."""
     metric = config.best.metric_for_best
+    patience = config.schedule.early_stop_patience
     if config.fit.validate_only:
         flag = "--validate_only"
     elif metric is not None:
         flag = f"--metric_for_best {metric}"
+    elif patience is not None:
+        flag = f"--early_stop_patience {patience}"
     else:
         return
     if rows.eval is None:

@@ -49,6 +49,7 @@ from dschat_ppo.models.saving import (
     saves_whole_model,
 )
 from dschat_ppo.models.wrapped_models import WrappedModel
+from dschat_ppo.monitor.early_stop import EarlyStop
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.step_line import show_step, supervised_columns
@@ -102,6 +103,11 @@ class SupervisedTrainer(Generic[Batch]):
         self.before: dict[str, float] | None = None
         self.after: dict[str, float] = {}  # the last evaluation
         self.best = BestEvaluation(config.best.best_metric)
+        self.early_stop = EarlyStop(
+            config.schedule.early_stop_patience,
+            config.schedule.early_stop_min_delta,
+            config.best.best_metric,
+        )
         self.health = HealthWatch(config.health)
         # the last measurements of the model, and the step after which they were made
         self.described: dict[str, float | str] = {}
@@ -137,8 +143,9 @@ class SupervisedTrainer(Generic[Batch]):
         kept_models: KeptModels | None = None,
         trace: StepTrace = NO_TRACE,
     ) -> None:
-        """Train from the current state to the end; evaluate at the end of each epoch and of the
-        run, and every `--eval_interval` steps. `kept_models` also saves the models of some steps,
+        """Train from the current state to the end, or to an early one (`--early_stop_patience`);
+        evaluate at the end of each epoch and of the run, and every `--eval_interval` steps.
+        `kept_models` also saves the models of some steps,
         and the best one; `trace` records one step. `StopRequested` and `UnhealthyRun` come from the
         checkpointer."""
         if self.before is None:
@@ -152,7 +159,8 @@ class SupervisedTrainer(Generic[Batch]):
             self.objective.collate, self.rows.train, self.steps_left(), self.engine.device
         )
         with Progress(title, total, self.steps) as progress, closing(steps):
-            for micro_batches, wait_for_batches in trace.around(steps, self.steps + 1):
+            steps_to_run = self.early_stop.until_due(steps)
+            for micro_batches, wait_for_batches in trace.around(steps_to_run, self.steps + 1):
                 announce_step(self.steps + 1)
                 # before the update, which advances the schedule
                 rates = learning_rates(self.engine)
@@ -162,13 +170,14 @@ class SupervisedTrainer(Generic[Batch]):
                 progress.advance(metrics["tokens"], f"loss {metrics['loss']:.4f}")
                 columns = supervised_columns(self.objective.headline)
                 show_step(columns, metrics | rates, progress, self.console)
-                if self._evaluation_is_due():
+                if self.plan.is_evaluated(self.steps):
                     self.after = self.evaluate()
                     metrics |= self.after
                     self.best.consider(self.after, self.steps)
+                    self.early_stop.consider(self.after, self.steps)
                 if kept_models is not None:
                     self._keep_models(kept_models)
-                if self.steps == total:
+                if self.steps == total or self.early_stop.is_due:
                     self.describe()  # here already, so that the last checkpoint holds it
                 metrics |= {**rates, "epoch": self.steps / self.plan.steps_per_epoch}
                 metrics |= self._phase_metrics()
@@ -183,14 +192,6 @@ class SupervisedTrainer(Generic[Batch]):
         best = self.best.value_and_step
         if kept_models.keeps_best and best is not None and best_is_lost(kept_models.best, best[1]):
             self.best.value_and_step = None
-
-    def _evaluation_is_due(self) -> bool:
-        """Whether the model is evaluated after the steps done: at the end of the run and of an
-        epoch, and by `--eval_interval`."""
-        if self.steps == self.plan.total_steps or self.steps % self.plan.steps_per_epoch == 0:
-            return True
-        interval = self.fit.eval_interval
-        return interval > 0 and self.steps % interval == 0
 
     def _keep_models(self, kept_models: KeptModels) -> None:
         """Save the model as the best one and as that of this step, where they are asked for.
@@ -383,11 +384,13 @@ class SupervisedTrainer(Generic[Batch]):
         result |= described
         result |= {f"{name}_after": value for name, value in (self.after or before).items()}
         result |= self.best.result()
+        if self.early_stop.is_due and self.steps < self.plan.total_steps:
+            result["early_stop"] = self.early_stop.reason
         skipped = self.nonfinite.skipped
         if skipped:
             result["skipped_steps"] = skipped
         return result | {
-            "optimizer_steps": self.plan.total_steps - skipped,
+            "optimizer_steps": self.steps - skipped,
             "world_size": dist.world_size(),
         }
 
@@ -417,6 +420,7 @@ class SupervisedTrainer(Generic[Batch]):
             "before": self.before,
             "after": self.after,
             **self.best.state_dict(),
+            "early_stop": self.early_stop.state_dict(),
             "described": described,
             "nonfinite": self.nonfinite.state_dict(),
             "health": self.health.state_dict(),
@@ -433,6 +437,7 @@ class SupervisedTrainer(Generic[Batch]):
         self.before = shared["before"]
         self.after = shared["after"]
         self.best.load_state_dict(shared)
+        self.early_stop.load_state_dict(shared["early_stop"])
         self.described_step = None
         if shared.get("described"):
             self.described = shared["described"]

@@ -45,6 +45,14 @@ class SupervisedPlan:
         """Optimizer steps of the run, rounded up."""
         return self.max_steps or times(self.steps_per_epoch, self.flags.num_train_epochs)
 
+    def is_evaluated(self, step: int) -> bool:
+        """Whether the model is evaluated after `step` optimizer steps: at the end of the run and of
+        an epoch, and by `--eval_interval`."""
+        if step == self.total_steps or step % self.steps_per_epoch == 0:
+            return True
+        interval = self.flags.eval_interval
+        return interval > 0 and step % interval == 0
+
     def table(self) -> list[tuple[str, str]]:
         """The lines of the table that a run shows: what is counted, and how."""
         steps = self.steps_per_epoch

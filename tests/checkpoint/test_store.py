@@ -456,6 +456,12 @@ def test_the_length_matters_where_a_learning_rate_depends_on_it(tmp_path, length
         find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path, *now, *length))
 
 
+def test_a_resumed_run_may_have_more_patience(tmp_path):
+    saved = save_checkpoint(tmp_path, 1)
+    patient = identity_of(tmp_path, "--early_stop_patience", "5", "--early_stop_min_delta", "0.1")
+    assert find_checkpoint(tmp_path, SafetyFlags(), patient) == saved
+
+
 def test_a_link_names_the_same_checkpoint_and_a_copy_another(tmp_path):
     output, link = tmp_path / "output", tmp_path / "link"
     link.symlink_to(output)

@@ -221,6 +221,15 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
         "--eval_data_path e --eval_greedy --eval_samples 2",
         "--eval_greedy gives the same answer every time: omit --eval_samples",
     ),
+    # early stop
+    ("sft", "--early_stop_patience 0", "must be finite and above 0"),
+    ("sft", "--early_stop_min_delta 0.1", "it is for --early_stop_patience; omit it"),
+    ("ppo", "--early_stop_patience 3", "which --eval_data_path and --eval_interval make; omit it"),
+    (
+        "ppo",
+        "--early_stop_patience 3 --eval_data_path e",
+        "which --eval_data_path and --eval_interval make; omit it",
+    ),
     # rewards
     ("ppo", "--remote_reward_sources a", "it is for --remote_reward_url"),
     # objectives

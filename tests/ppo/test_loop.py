@@ -22,6 +22,7 @@
    update, and counts; a skipped update of the actor changes neither what follows it nor metrics nor
    the entropy coefficient.
 10. A resumed run in another output folder looks for its best model again.
+    `--early_stop_patience` ends a run after evaluations that do not improve the best score.
 11. A trace of a step is kept if the run stops inside the step.
 """
 
@@ -389,6 +390,26 @@ def test_best_models_that_another_output_folder_does_not_hold_are_looked_for_aga
     assert (result["best_eval_score"], result["best_step"]) == best
     assert after.saved_best == ([best] if best == (2.0, 3) else [])
     assert sum("does not hold the models of step 2" in line for line in said) == (best == (2.0, 3))
+
+
+@pytest.mark.parametrize(("patience", "steps"), [(1, 1), (2, 3)])
+def test_a_run_ends_after_evaluations_that_do_not_improve_and_a_resumed_one_does_no_more(
+    assets, tmp_path, said, patience, steps
+):
+    """Scores are 1 before training, and 0.5, 3 and 2 after PPO steps 1, 2 and 3."""
+    words = f"--eval_data_path unused --eval_interval 1 --early_stop_patience {patience}"
+    before = PlainRun(assets, tmp_path / "run", words)
+    result = before.run()
+    assert [line["eval/score"] for line in before.lines] == [1.0, 0.5, 3.0, 2.0][: steps + 1]
+    assert (result["ppo_steps"], result["optimizer_steps"]) == (steps, steps * UPDATES)
+    before.save(tmp_path / "saved")
+    after = PlainRun(assets, tmp_path / "run", words)
+    after.load(tmp_path / "saved")
+    length = (tmp_path / "run/metrics.jsonl").stat().st_size
+    assert after.run(resumed=(length, steps + 1)) == result and after.lines == before.lines
+    reasons = [line for line in said if line.startswith("--early_stop_patience 1: the run ends")]
+    assert len(reasons) == (2 if steps < STEPS else 0)
+    assert result.get("early_stop") == (reasons[0] if reasons else None)
 
 
 def test_rows_that_are_not_finite_stop_the_run_by_default(assets, tmp_path):

@@ -15,8 +15,10 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.config.health_flags import PPOHealthFlags
 from dschat_ppo.data.batches import IndexStream
 from dschat_ppo.data.further_data import FurtherData
+from dschat_ppo.monitor.early_stop import EarlyStop
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.nonfinite import NonFinitePolicy
+from dschat_ppo.ppo.evaluation import HIGHEST_SCORE
 from dschat_ppo.ppo.followers import Follower
 from dschat_ppo.ppo.resumable import ResumablePPO
 from dschat_ppo.ppo.state import PPOState
@@ -65,9 +67,10 @@ def resumable(
         advantage_computation=computation(),
         collection=collection_of(collection),
     )
-    return ResumablePPO(
-        ppo, SimpleNamespace(best=None) if evaluation else None, HealthWatch(PPOHealthFlags())
-    )
+    held_out = None
+    if evaluation:
+        held_out = SimpleNamespace(best=None, early_stop=EarlyStop(metric=HIGHEST_SCORE))
+    return ResumablePPO(ppo, held_out, HealthWatch(PPOHealthFlags()))
 
 
 def resume(before: ResumablePPO, after: ResumablePPO) -> ResumablePPO:
@@ -88,6 +91,7 @@ def test_parts_are_restored_and_those_that_are_off_now_are_ignored(capsys):
     before.ppo.further_data[0].batches.take(2)
     before.ppo.nonfinite.load_state_dict({"in_a_row": {}, "skipped": 3, "overflows": {"actor": 2}})
     before.evaluation.best = (0.5, 3)
+    before.evaluation.early_stop.misses = 2
     metrics = {
         "reward/score_std": 0.0,
         "rollout/count": 8,
@@ -101,6 +105,7 @@ def test_parts_are_restored_and_those_that_are_off_now_are_ignored(capsys):
     }
     assert after.ppo.further_data[0].batches.taken == 2
     assert after.ppo.entropy_coef.value == 0.015 and after.evaluation.best == (0.5, 3)
+    assert after.evaluation.early_stop.misses == 2
     assert after.ppo.nonfinite.metrics("actor") == {
         "optim/nonfinite_skipped": 3,
         "optim/overflow/actor": 2,

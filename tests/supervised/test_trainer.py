@@ -415,6 +415,43 @@ def test_the_best_model_by_the_metric_and_those_of_some_steps_are_kept(tmp_path)
     assert {path.name for path in (tmp_path / "hf").iterdir()} == {"step_000004", "step_000008"}
 
 
+LOSSES = {0: 0.1, 3: 0.5, 4: 0.6, 6: 0.7, 8: 0.4}  # of `EVALUATED`
+
+
+def with_losses(config) -> SupervisedTrainer:
+    """A trainer whose evaluations have the losses of `LOSSES`."""
+    trainer = make(config, Seen())
+    trainer.evaluate = lambda: {"eval_loss": LOSSES[trainer.steps]}
+    return trainer
+
+
+@pytest.mark.parametrize("at", [3, 4, 6])
+def test_a_run_ends_after_evaluations_without_an_improvement_also_if_it_resumes(
+    tmp_path, assets, said, at
+):
+    """The evaluations after steps 4 and 6 are worse than that after step 3; stopped after `at`."""
+    words = ("--early_stop_patience", "2")
+    trainer = with_losses(config_of(tmp_path, *words))
+    with pytest.raises(StopRequested):
+        run(trainer, tmp_path, CheckpointManager(trainer, at))
+    resumed = with_losses(config_of(tmp_path, *words))
+    resumed.load_state(trainer.shared_state(), RankStates({}, lambda: iter(())))
+    described = []
+    resumed.describe = lambda: described.append(resumed.steps) or {}
+    checkpointer = CheckpointManager(resumed)
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    run(resumed, tmp_path, checkpointer, resumed=(size, at + 1))
+    assert [step for step, _, _ in checkpointer.passed] == list(range(at + 1, 7))
+    assert described == ([6] if at < 6 else []), "before the last checkpoint"
+    assert [line["step"] for line in lines_of(tmp_path)] == list(range(7))
+    [line] = [line for line in said if "--early_stop_patience" in line]
+    assert "ends after step 6: eval_loss was 0.5 after step 3 and has not improved since" in line
+    tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
+    result = resumed.save(tmp_path / "saved", tokenizer)
+    assert (result["optimizer_steps"], result["early_stop"]) == (6, line)
+    assert (result["best_eval_loss"], result["eval_loss_after"]) == (0.5, 0.7)
+
+
 def test_a_metric_that_the_evaluation_lacks_ends_the_run_before_the_first_step(tmp_path):
     seen = Seen()
     trainer = make(config_of(tmp_path, "--metric_for_best", "loss/wiki"), seen)
