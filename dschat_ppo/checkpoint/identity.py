@@ -59,6 +59,7 @@ HARMLESS = frozenset(
         "on_nonfinite",
         "max_nonfinite_skips",
         "report_to",
+        "tracker",
         "run_name",
         "project",
         "enable_tensorboard",

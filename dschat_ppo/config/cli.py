@@ -39,6 +39,7 @@ STEPS: dict[str, type[StepConfig]] = {
 _DEFAULTS_THERE = {"--data_path": "--data_path (DeepSpeed-Chat's default: Dahoas/rm-static)"}
 _TRAINING_FLAGS = (
     "report_to",
+    "tracker",
     "enable_tensorboard",
     "profile",
     "stop_on_health",

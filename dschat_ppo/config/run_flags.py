@@ -12,6 +12,7 @@ from dschat_ppo.config.schema import (
     check_values,
     flag,
     fraction,
+    is_own_function,
     not_negative,
     positive,
     require,
@@ -29,6 +30,11 @@ def _check_report_to(names: list[str]) -> None:
         f"--report_to {' '.join(names)}: none cannot be combined with other trackers; omit it or"
         " them",
     )
+
+
+def _check_tracker(names: list[str]) -> None:
+    for name in names:
+        require(is_own_function(name), f"--tracker {name}: expected FILE.py:CLASS")
 
 
 @dataclass(frozen=True)
@@ -78,10 +84,16 @@ class RunFlags:
         commas=True,
         check=_check_report_to,
     )
+    tracker: list[str] = flag(
+        [],
+        "one or several trackers of your own, as FILE.py:CLASS, that receive the metrics too: a"
+        " class with __init__(run_name, config), log(metrics, step) and close()",
+        check=_check_tracker,
+    )
     run_name: str | None = flag(
         None,
-        "name of the run in wandb and trackio; not given: WANDB_NAME, or the name of the output"
-        " folder",
+        "name of the run in wandb, trackio and those of --tracker; not given: WANDB_NAME, or the"
+        " name of the output folder",
     )
     project: str | None = flag(
         None,
@@ -134,12 +146,13 @@ class RunFlags:
 
     @property
     def trackers(self) -> tuple[str, ...]:
-        """The trackers of `--report_to` and `--enable_tensorboard`, each once."""
+        """The trackers of `--report_to`, `--enable_tensorboard` and `--tracker`, each once."""
         if "none" in self.report_to:
             return ()
-        names = list(self.report_to)
+        names = list[str](self.report_to)
         if self.enable_tensorboard:
             names.append("tensorboard")
+        names += self.tracker
         return tuple(dict.fromkeys(names))
 
     def idle(self) -> dict[str, str]:
@@ -147,9 +160,11 @@ class RunFlags:
         reasons: dict[str, str] = {}
         if "none" in self.report_to:
             reasons["enable_tensorboard"] = "--report_to none turns all trackers off"
+            reasons["tracker"] = reasons["enable_tensorboard"]
         if not set(self.trackers) - {"tensorboard"}:
-            reasons["run_name"] = "no tracker of --report_to uses run or project names"
-            reasons["project"] = reasons["run_name"]
+            reasons["run_name"] = "no tracker of this run uses run names"
+        if not {"wandb", "trackio"} & set(self.trackers):
+            reasons["project"] = "no tracker of --report_to uses project names"
         return reasons
 
     @property

@@ -1,5 +1,5 @@
-"""Experiment trackers: what TensorBoard, W&B and Trackio receive from a run, and the ids of its
-runs there.
+"""Experiment trackers: what TensorBoard, W&B, Trackio and classes of the user receive from a run,
+and the ids of its runs there.
 
 A tracker exists on rank 0 only. Its `failures` are the exceptions by which the library says that it
 cannot write: the run then continues without the tracker. Every other exception is a bug and ends
@@ -9,6 +9,7 @@ the run.
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import secrets
@@ -19,9 +20,12 @@ from typing import Any
 
 from dschat_ppo.common.atomic_files import storage_errors, write_file
 from dschat_ppo.common.extras import require_extra
+from dschat_ppo.common.own_functions import own_function, running_own
+from dschat_ppo.config.schema import is_own_function
 from dschat_ppo.errors import UserError, in_one_line
 
 RUN_IDS = "trackers.json"
+TRACKER = "--tracker"
 
 
 @dataclass(frozen=True)
@@ -60,9 +64,41 @@ def require_trackers(libraries: Sequence[str]) -> None:
     """Check, before a model is loaded, that these libraries can be used. Call it on rank 0, which
     alone uses them."""
     for library in libraries:
+        if is_own_function(library):
+            continue
         require_extra(library, f"--report_to {library}")
         if library == "wandb":
             check_wandb()
+
+
+def check_own_tracker(name: str) -> None:
+    """Check, before a model is loaded, that `FILE.py:CLASS` is a class with the methods of a
+    tracker. Call it on rank 0."""
+    fault = _fault_of_tracker(own_function(TRACKER, name))
+    if fault is not None:
+        raise UserError(
+            f"{TRACKER} {name}: {fault}; a tracker is a class with __init__(self, run_name,"
+            " config), log(self, metrics, step) and close(self)"
+        )
+
+
+def _fault_of_tracker(tracker: Any) -> str | None:
+    """What an object lacks to be the class of a tracker."""
+    if not isinstance(tracker, type):
+        return "it is no class"
+    calls: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
+        ("__init__", tracker, ("run name", {})),
+        ("log", getattr(tracker, "log", None), (tracker, {}, 0)),
+        ("close", getattr(tracker, "close", None), (tracker,)),
+    )
+    for method, function, arguments in calls:
+        if not callable(function):
+            return f"it has no method {method}"
+        try:
+            inspect.signature(function).bind(*arguments)
+        except TypeError as problem:
+            return f"{method}: {problem}"
+    return None
 
 
 def check_wandb() -> None:
@@ -228,7 +264,36 @@ class TensorBoardTracker:
         self._writer.close()
 
 
-Tracker = TensorBoardTracker | WandbTracker
+class OwnTracker:
+    """Passes the metrics on to an object of the class that `--tracker` names. A step that an
+    earlier start has logged is not logged again."""
+
+    failures: tuple[type[Exception], ...] = (UserError,)
+
+    def __init__(self, name: str, tracking: Tracking, start: Start):
+        self.name = f"{TRACKER} {name}"
+        self._class = name
+        self._next_step = start.written + 1
+        run_name = tracking.run_name or tracking.folder.resolve().name or "run"
+        with running_own(f"{self.name}: __init__:", name):
+            self._tracker = own_function(TRACKER, name)(run_name, dict(tracking.flags))
+
+    def write(
+        self, step: int, metrics: Mapping[str, float], responses: Sequence[SampledResponse]
+    ) -> None:
+        """Log the metrics of a step; `UserError` if the user's method raises anything."""
+        if step < self._next_step:
+            return
+        with running_own(f"rank 0: log of step {step}:", self._class):
+            self._tracker.log(dict(metrics), step)
+
+    def close(self, succeeded: bool) -> None:
+        """Close the user's object, however the run has ended."""
+        with running_own("rank 0: close:", self._class):
+            self._tracker.close()
+
+
+Tracker = TensorBoardTracker | WandbTracker | OwnTracker
 
 
 def open_trackers(tracking: Tracking, start: Start) -> list[Tracker]:
@@ -238,6 +303,8 @@ def open_trackers(tracking: Tracking, start: Start) -> list[Tracker]:
     for library in tracking.libraries:
         if library == "tensorboard":
             trackers.append(TensorBoardTracker(tracking, start))
+        elif is_own_function(library):
+            trackers.append(OwnTracker(library, tracking, start))
         else:
             trackers.append(WandbTracker(library, tracking, start))
     return trackers

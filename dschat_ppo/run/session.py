@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ from dschat_ppo.errors import StopRequested, UserError, counted, nearest_path
 from dschat_ppo.features import hooks
 from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.monitor.step_trace import StepTrace
-from dschat_ppo.monitor.trackers import Tracking, require_trackers
+from dschat_ppo.monitor.trackers import Tracking, check_own_tracker, require_trackers
 from dschat_ppo.monitor.writers import MetricsWriter, record_start
 from dschat_ppo.run import watchdog
 from dschat_ppo.run.output_folder import (
@@ -109,6 +110,9 @@ def begin_run(
                 check_earlier_outputs(folder, config)
 
     check()
+    if not config.validate_only:
+        for name in run.tracker:
+            dist.on_main(partial(check_own_tracker, name))
     if not run.dry_run:
         dist.on_main(check_folder)
         if not config.validate_only:

@@ -221,6 +221,7 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
         "--eval_data_path e --eval_greedy --eval_samples 2",
         "--eval_greedy gives the same answer every time: omit --eval_samples",
     ),
+    ("sft", "--tracker t.py", "--tracker t.py: expected FILE.py:CLASS"),
     # early stop
     ("sft", "--early_stop_patience 0", "must be finite and above 0"),
     ("sft", "--early_stop_min_delta 0.1", "it is for --early_stop_patience; omit it"),
@@ -452,6 +453,9 @@ WITHOUT_EFFECT = [  # step, what is given, the flags without effect
     ("reward", "--report_to tensorboard --run_name a", "run_name"),
     ("ppo", "--project b --enable_tensorboard", "project"),
     ("ppo", "--report_to none --enable_tensorboard", "enable_tensorboard"),
+    ("ppo", "--report_to none --tracker t.py:T", "tracker"),
+    ("sft", "--tracker t.py:T --run_name a", ""),
+    ("sft", "--tracker t.py:T --project b", "project"),
     # schedule, length and reference
     ("sft", "--warmup_ratio 0.1", ""),
     ("sft", "--warmup_ratio 0 --num_warmup_steps 5", ""),

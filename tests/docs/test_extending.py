@@ -3,6 +3,7 @@ them."""
 
 import json
 import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from dschat_ppo.data.form_choice import detect_form
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.errors import UserError
+from dschat_ppo.monitor.trackers import check_own_tracker
 from dschat_ppo.ppo.begin_ppo import inputs_of
 from dschat_ppo.ppo.own_algorithms import OwnSampler, check_own_functions, made_up_rows, own_metrics
 from dschat_ppo.rewards.function_reward import parse_function
@@ -46,7 +48,7 @@ TICKET = {
 @pytest.fixture(autouse=True)
 def files(tmp_path, monkeypatch):
     """The files of the page, in the current folder."""
-    assert len(FILES) == 8
+    assert len(FILES) == 10
     for name, text in FILES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -288,3 +290,35 @@ def test_what_a_form_makes_must_fit(files):
             detect_form(
                 "tickets.jsonl", list(TICKET), [json.loads(json.dumps(TICKET))], False, flags
             )
+
+
+def test_the_trackers_call_their_libraries(monkeypatch):
+    """The libraries are stand-ins that note their calls."""
+    called = []
+
+    class Library:
+        def __getattr__(self, name):
+            def call(*arguments, **named):
+                called.append((name, *arguments, *named.values()))
+                return self
+
+            return call
+
+    for name in ("mlflow", "swanlab"):
+        monkeypatch.setitem(sys.modules, name, Library())
+    given = {"seed": 3}
+    for name in ("mlflow_tracker.py:MLflow", "swanlab_tracker.py:SwanLab"):
+        assert name in STEP_3
+        check_own_tracker(name)
+        tracker = own_function("--tracker", name)("ppo", given)
+        tracker.log({"eval/pass@1": 0.5}, 7)
+        tracker.close()
+    assert called == [
+        ("start_run", "ppo"),
+        ("log_params", given),
+        ("log_metrics", {"eval/pass_1": 0.5}, 7),
+        ("end_run",),
+        ("init", "dschat_ppo", "ppo", given),
+        ("log", {"eval/pass@1": 0.5}, 7),
+        ("finish",),
+    ]
