@@ -17,12 +17,11 @@ NAMES = {  # import -> package
     "yaml": "pyyaml",
     "huggingface_hub": "huggingface-hub",
     "math_verify": "math-verify",
-    "starlette": "fastapi",  # which requires it
     "httpx": "huggingface-hub",
     "httpx2": "huggingface-hub",  # which requires one of them
 }
 # imported inside a function, after a check that the extra is installed
-OPTIONAL = {"fastapi", "math_verify", "peft", "starlette", "trackio", "uvicorn", "wandb"}
+OPTIONAL = {"fastapi", "math_verify", "peft", "trackio", "uvicorn", "wandb"}
 
 
 def name_of(requirement: str) -> str:

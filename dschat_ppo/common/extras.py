@@ -15,7 +15,6 @@ EXTRAS = {  # module -> (package, the extra that installs it)
     "sentencepiece": ("sentencepiece", "sentencepiece"),
     # required by setup.py, and checked as the other trackers are
     "tensorboard": ("tensorboard", ""),
-    "starlette": ("fastapi", "serve"),  # which FastAPI requires
     "trackio": ("trackio", "trackio"),
     "uvicorn": ("uvicorn", "serve"),
     "wandb": ("wandb", "wandb"),

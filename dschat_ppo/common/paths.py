@@ -16,6 +16,7 @@ MODELS = "models.json"
 HEALTH = "health.jsonl"
 SAMPLES = "samples.jsonl"
 REPORT = "report.html"
+LOCK = ".lock"  # held while a run writes to the folder
 # of `--validate_only`: inside --output_dir, where no run of training looks for outputs
 VALIDATION = "validation"
 # Folders of the models that step 3 saves, by role. A feature that has a model follow the actor

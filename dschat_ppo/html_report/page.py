@@ -43,8 +43,7 @@ ENDS = {
 def write_report(folders: Sequence[Path], path: Path) -> None:
     """Write one HTML file, whole or not at all, that compares the runs in 1 to `MOST_RUNS`
     `folders`, finished or not; it needs no network, and no large library is imported."""
-    if not 1 <= len(folders) <= MOST_RUNS:
-        raise UserError(f"a report shows 1 to {MOST_RUNS} runs, got {len(folders)}; name fewer")
+    check_count(folders)
     text = page(read_runs(folders), time.time())
     # JSON may hold half a surrogate pair, which UTF-8 cannot
     content = text.encode(errors="replace")
@@ -56,18 +55,24 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
         ) from problem
 
 
+def check_count(folders: Sequence[Path]) -> None:
+    """Refuse more runs than a page shows."""
+    if not 1 <= len(folders) <= MOST_RUNS:
+        raise UserError(f"a report shows 1 to {MOST_RUNS} runs, got {len(folders)}; name fewer")
+
+
 @contextmanager
 def reporting(output: Path) -> Iterator[None]:
     """The block is a run that writes to `output`: at its end, also where it stops or a number is
     not finite, the report of its steps is written; on rank 0. So is that of a finished run which
     was killed before it was written."""
     files = [output / METRICS, output / VALIDATION / METRICS]
-    before = [_last_written(file) for file in files]
+    before = [last_written(file) for file in files]
 
     def report() -> None:
         for file, old in zip(files, before, strict=True):
             is_lost = (file.parent / RESULT).exists() and not (file.parent / REPORT).exists()
-            if _last_written(file) != 0 and (_last_written(file) != old or is_lost):
+            if last_written(file) != 0 and (last_written(file) != old or is_lost):
                 report_run(file.parent)
 
     try:
@@ -80,7 +85,7 @@ def reporting(output: Path) -> Iterator[None]:
     report()
 
 
-def _last_written(file: Path) -> int:
+def last_written(file: Path) -> int:
     """When a file was written last; 0 without it, while it is empty, or if it cannot be reached."""
     with suppress(OSError):
         status = file.stat()
@@ -102,8 +107,16 @@ def report_run(folder: Path) -> None:
         logger().info(f"report: {shown_path(path)}")
 
 
-def page(runs: Sequence[Run], now: float) -> str:
-    """The page of 1 to 6 runs as text. `now` is in seconds since the epoch."""
+def page(runs: Sequence[Run], now: float, live: dict[str, Any] | None = None) -> str:
+    """The page of up to 6 runs as text.
+
+    Args:
+        runs: those to show, in the order of their colours.
+        now: seconds since the epoch.
+        live: of a page that follows its runs (`live_page.py`): `names` are those of all runs,
+            `text` says what they do, `waiting` has a line for each run without a step, and
+            `version` names the state of their files. None: a file.
+    """
     all_charts = charts(runs)
     # beside the overview
     first = [
@@ -114,16 +127,24 @@ def page(runs: Sequence[Run], now: float) -> str:
         sections.append((section, list(group)))
     licence = _asset("uPlot.LICENSE")
     script = f"/*\n{licence}*/\n{_asset('uPlot.iife.min.js')}\n{_asset('report.js')}"
+    data = {
+        "runs": [{"name": run.name, "events": _events(run)} for run in runs],
+        "figures": [chart.panels for chart in all_charts],
+    }
+    if live is not None:
+        script += _asset("live.js")
+        data["version"] = live["version"]
+    names = [run.name for run in runs]
+    if live is not None:
+        names = live["names"]
     return JINJA.get_template("report.html").render(
-        title="Training report: " + ", ".join(run.name for run in runs),
-        made_at=datetime.fromtimestamp(now, tz=timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        title="Training report: " + ", ".join(names),
+        made_at=datetime.fromtimestamp(now, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"),
         style=_asset("uPlot.min.css") + _asset("report.css"),
         script=script,
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        data={
-            "runs": [{"name": run.name, "events": _events(run)} for run in runs],
-            "figures": [chart.panels for chart in all_charts],
-        },
+        data=data,
+        live=live,
         runs=runs,
         overview=overview(runs, now),
         first=first,

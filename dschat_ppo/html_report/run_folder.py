@@ -110,8 +110,8 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     ]
 
 
-def read_run(folder: Path, name: str) -> Run:
-    """Read one run, which has a step at least. Files other than `metrics.jsonl` may be missing."""
+def require_run(folder: Path) -> None:
+    """Refuse a folder that is not the output folder of a run (`UserError`)."""
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder")
     if not (folder / METRICS).is_file():
@@ -123,6 +123,22 @@ def read_run(folder: Path, name: str) -> Run:
         raise UserError(
             f"{folder}: has no {METRICS}, so it is not the output folder of a run; {hint}"
         )
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files that `read_run` reads; some may be missing."""
+    names = (METRICS, CONFIG, HEALTH, MODELS, RESULT, SAMPLES, STARTS)
+    return [*(folder / name for name in names), *evaluation_files(folder)]
+
+
+def evaluation_files(folder: Path) -> list[Path]:
+    """The files of the evaluations of a run, by step."""
+    return sorted(folder.glob("eval/step_*.jsonl"))
+
+
+def read_run(folder: Path, name: str) -> Run:
+    """Read one run, which has a step at least. Files other than `metrics.jsonl` may be missing."""
+    require_run(folder)
     lines: dict[int, dict[str, Any]] = {}
     for line in _read_lines(folder / METRICS):
         if type(line.get("step")) is int:
@@ -206,7 +222,7 @@ def _read_responses(folder: Path) -> list[ReportedResponse]:
     for line in _read_lines(folder / SAMPLES):
         with suppress(*OF_ANOTHER_SHAPE):
             responses.append(_sampled(line))
-    for path in sorted(folder.glob("eval/step_*.jsonl")):
+    for path in evaluation_files(folder):
         digits = path.stem.removeprefix("step_")
         if not digits.isdecimal():
             continue

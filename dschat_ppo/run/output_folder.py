@@ -36,6 +36,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import (
     CONFIG,
     HEALTH,
+    LOCK,
     METRICS,
     PPO_ROLES,
     REPORT,
@@ -94,7 +95,7 @@ def lock_folder(folder: Path) -> None:
         return
     with writing(folder):
         make_folder(folder)
-        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):  # POSIX allows both

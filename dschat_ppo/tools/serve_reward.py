@@ -6,8 +6,8 @@ POST /get_reward takes `{"query": [text, ...]}` and replies `{"rewards": [number
 OpenRLHF's API, the request may also hold "prompts" and "labels"; they have no effect. Each text is
 scored at its final token: the chat template's end-of-turn token if the text contains one, otherwise
 EOS. GET /health replies `{"status": "ok"}`. Errors are FastAPI's: status 422 (invalid request, or a
-text that the tokenizer does not take, such as one above 16 MiB), 400 (no JSON, or another host),
-404 (another path) or 500 (the model failed).
+text that the tokenizer does not take, such as one above 16 MiB), 400 (no JSON, or another
+host or site), 404 (another path) or 500 (the model failed).
 
 There is no authentication and no encryption: anyone who can reach the port can use the model. The
 server therefore listens only on this machine unless `--host` names another address.
@@ -19,31 +19,16 @@ import argparse
 import asyncio
 import math
 import signal
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.logging import print_line
+from dschat_ppo.common.loopback import LOCAL_NAMES, listen, refusal
 from dschat_ppo.errors import UserError
 from dschat_ppo.features import hooks
 from dschat_ppo.tools import exit_code_of
-
-# of this machine, also through an SSH tunnel from another port
-_LOCAL_NAMES = "127.0.0.1", "localhost", "::1"
-
-
-def listen(host: str, port: int, flags: str) -> socket.socket:
-    """A socket that listens on an address; raises `UserError`, which names the flags, if it cannot
-    be used."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as problem:
-        raise UserError(
-            f"{flags}: cannot listen on it ({problem}); use another one, or --port 0"
-        ) from None
 
 
 def server_of(app: Any) -> Any:
@@ -64,16 +49,20 @@ def reward_app(score: Callable[[Sequence[str]], list[float]], host: str = "127.0
     not take. If it raises anything else, the reply is status 500, and the log has the traceback."""
     from fastapi import Body, FastAPI, HTTPException
     from fastapi.exceptions import RequestValidationError
-    from fastapi.responses import JSONResponse
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from fastapi.responses import JSONResponse, PlainTextResponse
 
     app = FastAPI(openapi_url=None)  # without its documentation, which loads scripts from the net
     one_request = asyncio.Lock()
     texts = Body(embed=True)
-    if host in _LOCAL_NAMES:
-        # A web site can give its name the address of this machine, to read scores. These are the
-        # names as a Host header has them.
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*_LOCAL_NAMES, "[::1]"])
+
+    @app.middleware("http")
+    async def refuse_web_sites(request: Any, answer: Any) -> Any:
+        problem = None
+        if host in LOCAL_NAMES:
+            problem = refusal(request.headers.get("host"), request.headers.get("origin"))
+        if problem is not None:
+            return PlainTextResponse(problem, status_code=400)
+        return await answer(request)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Any, problem: RequestValidationError) -> JSONResponse:

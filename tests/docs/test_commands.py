@@ -24,8 +24,10 @@ from dschat_ppo.tools.plan import read_planner_flags, step_config
 
 RUN = ("README.md", "docs/your-data.md")
 VARIANTS = r".*--output_dir out/(grpo|dpo)\b"  # of README.md
-# scripts, benchmarks, installed commands and dry runs have tests of their own
-NOT_RUN = r"bash |source |python benchmarks/|dschat-|.*-m(odule)? dschat_ppo sft|.*--dry_run"
+# scripts, benchmarks, installed commands, dry runs and servers have tests of their own
+NOT_RUN = (
+    r"bash |source |python benchmarks/|dschat-|.*-m(odule)? dschat_ppo sft|.*--(dry_run|serve)"
+)
 SHORT = {"README.md": "--dtype fp32", "docs/your-data.md": ""}
 FIRST = r".*step1_sft.*out/sft$"  # of README.md: under the launcher
 MORE = {

@@ -160,6 +160,7 @@ def test_a_name_that_was_rebound_to_this_machine_is_refused(address):
                 ]
             assert send(address + path, body, Host="localhost:9")[0] == 200, "through a tunnel"
             assert send(other + path, body, Host="[::1]:9")[0] == 200
+            assert send(address + path, body, Origin="http://evil.example")[0] == 400
     with served(reward_app(lambda texts: [], "0.0.0.0")) as other:
         assert send(other + "/health", Host="reward.example")[0] == 200
 

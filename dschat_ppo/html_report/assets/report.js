@@ -1,10 +1,10 @@
 "use strict";
-/* Draws the figures with uPlot, which sets the texts of runs as text, and filters the answers. */
-const { runs, figures } = JSON.parse(document.getElementById("data").textContent);
+/* Draws the figures with uPlot, which sets the texts of runs as text, and filters the answers. A live page (live.js)
+   calls `begin` again with each new state of the runs. */
+const isPhone = matchMedia("(max-width: 600px)").matches, hidden = new Set();
 const DASHES = [[], [8, 3], [3, 2], [10, 3, 2, 3], [14, 4], [6, 2, 2, 2, 2, 2], [], []];
-const plots = [...document.querySelectorAll(".plot")], hidden = new Set();
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`);
-let smoothing = 0;
+let runs, figures, plots = [], smoothing = 0;
 
 function shown(value) {
   if (value === null) return "NaN";
@@ -73,7 +73,7 @@ function draw(plot, panel) {
       { ...axis, size: 54, grid: { stroke: () => colour("rule"), width: 1 }, values: (_, ticks) => ticks.map(shown) },
     ],
     series: [{ label: "step", value: where }, ...panel.series.map((one, i) => ({
-      label: one.label, stroke: () => colour(`c${place(i)}`), width: 2, dash: DASHES[place(i)], value: read,
+      label: one.label, show: !hidden.has(one.run), stroke: () => colour(`c${place(i)}`), width: 2, dash: DASHES[place(i)], value: read,
       points: { fill: () => colour("page") },
     }))],
     legend: { markers: { width: 0, fill: (_, i) => `var(--c${place(i - 1)})` } },
@@ -99,14 +99,25 @@ function draw(plot, panel) {
 }
 
 /* A figure in a closed part of the page has no width, and is drawn when it gets one. */
-const resized = new ResizeObserver((entries) => {
-  for (const { target, target: { clientWidth: width } } of entries) {
-    const panels = figures[target.dataset.figure];
-    if (width && !target.drawn) target.drawn = panels.map((panel) => draw(target, panel));
-    else if (width) for (const { chart } of target.drawn) chart.setSize({ width, height: 200 });
+function fit(plot) {
+  const width = plot.clientWidth;
+  if (width && !plot.drawn) plot.drawn = figures[plot.dataset.figure].map((panel) => draw(plot, panel));
+  else if (width) for (const { chart } of plot.drawn) chart.setSize({ width, height: 200 });
+}
+const resized = new ResizeObserver((entries) => { for (const { target } of entries) fit(target); });
+
+/* Show the figures of these data in the <main> that is there now. */
+function begin(data) {
+  ({ runs, figures } = data);
+  resized.disconnect();
+  plots = [...document.querySelectorAll(".plot")];
+  for (const part of document.querySelectorAll(".part")) part.open = !isPhone;
+  document.getElementById("search")?.addEventListener("input", search);
+  for (const plot of plots) {
+    fit(plot);  // at once, so that the page has its height
+    resized.observe(plot);
   }
-});
-for (const plot of plots) resized.observe(plot);
+}
 const all = () => plots.flatMap((plot) => plot.drawn || []);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => all().forEach(({ chart }) => chart.redraw()));
 document.getElementById("smoothing").addEventListener("input", ({ target }) => {
@@ -120,17 +131,16 @@ for (const box of document.querySelectorAll("[data-run]")) {
   });
 }
 
-const isPhone = matchMedia("(max-width: 600px)").matches;
-for (const part of document.querySelectorAll(".part")) part.open = !isPhone;
 document.querySelector("nav").addEventListener("click", ({ target }) => {
   const part = target.hash && document.querySelector(`${target.hash} > .part`);
   if (part) part.open = true;
 });
-document.getElementById("search")?.addEventListener("input", ({ target }) => {
-  const words = target.value.trim().toLowerCase();
+function search() {
+  const words = document.getElementById("search").value.trim().toLowerCase();
   for (const card of document.querySelectorAll(".card")) card.hidden = !card.textContent.toLowerCase().includes(words);
   for (const group of document.querySelectorAll(".group")) {
     group.hidden = !group.querySelector(".card:not([hidden])");
     if (words) group.open = !group.hidden;
   }
-});
+}
+begin(JSON.parse(document.getElementById("data").textContent));
