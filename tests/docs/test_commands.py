@@ -108,7 +108,9 @@ def test_commands_of_a_page(page, left_out, assets, tmp_path):
     shutil.copy(assets / "pairs.jsonl", tmp_path)
     (tmp_path / "input").write_text("Where is the lamp?\n")  # typed into the chats
     (tmp_path / "my_rewards.py").write_text(
-        "def score(response, **columns):\n    return float(response.count('e'))\n"
+        "def score(response, **columns):\n    return float(response.count('e'))\n\n"
+        "def accuracy_reward(completions, **kwargs):  # as TRL calls it\n"
+        "    return [score(text) for text in completions]\n"
     )
     for command in COMMANDS[page]:
         if not re.match(left_out, command):

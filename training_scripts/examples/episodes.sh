@@ -1,6 +1,7 @@
 # Sourced by the `run.sh` of examples with episodes, whose folder is `here` and whose words are OUT_DIR and flags of step 3.
 # Creates "$out/task" (by task.py of the example) and "$out/sft", its SFT model, unless they exist. `step3` is the rest of
 # the command, without what the model meets and what rewards it. `sft_rows`: rows of a batch of SFT (64).
+# SFT_FLAGS in the environment: more flags of SFT.
 source "$here/../../ranks.sh"
 out="${1:?usage: run.sh OUT_DIR [more flags of step 3]}"
 per_rank() { echo $((RANKS < $1 ? $1 / RANKS : 1)); } # per_rank COUNT: COUNT divided by the number of ranks, at least 1
@@ -21,7 +22,7 @@ if ! is_valid_json "$out/sft/result.json"; then
         --num_train_epochs 3 \
         --num_warmup_steps 20 \
         --dtype "$DTYPE" \
-        --output_dir "$out/sft"
+        --output_dir "$out/sft" ${SFT_FLAGS:-}
     is_valid_json "$out/sft/result.json" || exit 1 # it was stopped
 fi
 

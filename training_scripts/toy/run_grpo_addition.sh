@@ -2,6 +2,7 @@
 # GRPO with a rule as the reward: run_grpo_addition.sh OUT_DIR [more flags of step 3]
 # Creates the task of two-digit addition and its SFT model (the next run reuses both), then trains without a reward model
 # and without a critic. An answer that equals the row's `answer` column scores 1, any other 0.
+# SFT_FLAGS in the environment: more flags of SFT.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../ranks.sh"
 out="${1:?usage: run_grpo_addition.sh OUT_DIR [more flags of step 3]}"
@@ -13,7 +14,7 @@ if [ ! -e "$out/toy/model/model.safetensors" ]; then
 fi
 
 if ! is_valid_json "$out/sft/result.json"; then
-    DSCHAT_PPO_NO_NEXT=1 bash "$top/training_scripts/toy/run_sft_addition.sh" "$out/toy" "$out/sft"
+    DSCHAT_PPO_NO_NEXT=1 bash "$top/training_scripts/toy/run_sft_addition.sh" "$out/toy" "$out/sft" ${SFT_FLAGS:-}
 fi
 
 launch "$top/training/step3_ppo/main.py" \
