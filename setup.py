@@ -41,7 +41,8 @@ setup(
         "console_scripts": [
             f"dschat-{name} = dschat_ppo.__main__:installed"
             for name in (
-                "sft reward dpo ppo chat data evaluate export plan replay report serve-reward"
+                "sft reward dpo ppo chat data evaluate explain export plan replay report"
+                " serve-reward"
             ).split()
         ]
     },
@@ -50,6 +51,7 @@ setup(
         "dschat_ppo": [
             "py.typed",
             "html_report/assets/*",
+            "features/explain/assets/*",
             "cpu_kernels/*.cpp",
             "cpu_kernels/*.h",
             "data/named_templates/*.jinja",

@@ -18,6 +18,7 @@ FEATURES = (
     "distillation",
     "dynamic_sampling",
     "environments",
+    "explain",
     "judges",
     "lora",
     "muon",

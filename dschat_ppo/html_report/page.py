@@ -19,6 +19,7 @@ from dschat_ppo.common.atomic_files import write_file
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import METRICS, REPORT, RESULT, VALIDATION, shown_path
 from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError, reading
+from dschat_ppo.features import hooks
 from dschat_ppo.html_report.charts import charts
 from dschat_ppo.html_report.figures import OTHER_METRICS
 from dschat_ppo.html_report.responses import shown_responses
@@ -127,6 +128,10 @@ def page(runs: Sequence[Run], now: float, live: dict[str, Any] | None = None) ->
         sections.append((section, list(group)))
     licence = _asset("uPlot.LICENSE")
     script = f"/*\n{licence}*/\n{_asset('uPlot.iife.min.js')}\n{_asset('report.js')}"
+    style = _asset("uPlot.min.css") + _asset("report.css")
+    # what the parts of features need, each a function that gives a text
+    script += "".join(script_of_part() for script_of_part in hooks("report_parts.SCRIPT"))
+    style += "".join(style_of_part() for style_of_part in hooks("report_parts.STYLE"))
     data = {
         "runs": [{"name": run.name, "events": _events(run)} for run in runs],
         "figures": [chart.panels for chart in all_charts],
@@ -140,7 +145,7 @@ def page(runs: Sequence[Run], now: float, live: dict[str, Any] | None = None) ->
     return JINJA.get_template("report.html").render(
         title="Training report: " + ", ".join(names),
         made_at=datetime.fromtimestamp(now, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"),
-        style=_asset("uPlot.min.css") + _asset("report.css"),
+        style=style,
         script=script,
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         data=data,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from dschat_ppo.features import hooks
 from dschat_ppo.html_report.run_folder import ReportedResponse, Run
 
 # of each run: held-out prompts, and steps whose training samples are shown
@@ -46,7 +47,8 @@ def shown_responses(runs: Sequence[Run]) -> ShownResponses:
             columns = columns_by_prompt.setdefault(prompt, [])
             for step in steps:
                 columns.append((f"{prefix}step {step}", by_step[step][:MOST_RESPONSES]))
-        for step, samples in evenly(_samples_by_step(run), MOST_STEPS):
+        steps_shown = evenly(_samples_by_step(run), MOST_STEPS)
+        for step, samples in _with_fold_outs(run, steps_shown):
             by_score = sorted(samples, key=lambda sample: -(sample.score or 0.0))
             training.append((f"{prefix}step {step}", by_score))
     return ShownResponses(list(columns_by_prompt.items()), training)
@@ -73,6 +75,27 @@ def _samples_by_step(run: Run) -> list[tuple[int, list[ReportedResponse]]]:
             by_step.append((response.step, []))
         by_step[-1][1].append(response)
     return by_step
+
+
+def _with_fold_outs(
+    run: Run, samples_by_step: list[tuple[int, list[ReportedResponse]]]
+) -> list[tuple[int, list[ReportedResponse]]]:
+    """The training samples with what features fold out under them. A feature offers
+    `report_parts.fold_outs_of(folder of the run, steps)`: step -> HTML for each of its samples."""
+    steps = [step for step, _ in samples_by_step]
+    for fold_outs_of in hooks("report_parts.fold_outs_of"):
+        fold_outs = fold_outs_of(run.folder, steps)
+        extended = []
+        for step, samples in samples_by_step:
+            fold_outs_of_step = fold_outs.get(step, [])
+            if len(fold_outs_of_step) == len(samples):
+                samples = [
+                    replace(sample, fold_outs=[*sample.fold_outs, fold_out])
+                    for sample, fold_out in zip(samples, fold_outs_of_step, strict=True)
+                ]
+            extended.append((step, samples))
+        samples_by_step = extended
+    return samples_by_step
 
 
 def evenly(values: list[Value], count: int) -> list[Value]:

@@ -40,6 +40,7 @@ class ReportedResponse:
     # "eos", "stop", "length" or ""; of an answer of the data "data", "chosen" or "rejected"
     ended: str
     turns: Sequence[Turn] = ()  # of an episode of several turns
+    fold_outs: Sequence[str] = ()  # HTML of features
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def read_run(folder: Path, name: str) -> Run:
         for metric, value in line.items():
             if metric not in NOT_PLOTTED and (value is None or type(value) in (int, float)):
                 metrics.setdefault(metric, []).append((step, number_or_none(value)))
-    config = _read_mapping(folder / CONFIG)
+    config = read_config(folder)
     health = None
     if (folder / HEALTH).is_file():
         health = _read_lines(folder / HEALTH)
@@ -170,6 +171,11 @@ def read_run(folder: Path, name: str) -> Run:
         starts=_read_lines(folder / STARTS),
         responses=_read_responses(folder),
     )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The flags of a run, flag -> value; {} without `config.yaml`."""
+    return _read_mapping(folder / CONFIG)
 
 
 def number_or_none(value: Any) -> float | None:

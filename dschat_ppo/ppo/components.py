@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
 from transformers import PreTrainedTokenizerBase
@@ -36,6 +37,7 @@ from dschat_ppo.ppo.rounds import rounds_of_run
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests, further_passes
 from dschat_ppo.ppo.state import PPOState
 from dschat_ppo.ppo.token_losses import RecordedTokens
+from dschat_ppo.ppo.token_records import StepTokens, token_records_of
 from dschat_ppo.ppo.update import PPOUpdate
 from dschat_ppo.rewards.reward_source import RewardMixture
 from dschat_ppo.types import Experience, RewardedRollout, ScoredRollout, select_rows
@@ -111,6 +113,7 @@ class PPOComponents:
         )
         # The coefficient comes before the updates, each of which reads its value.
         self.entropy_coef = self._build_entropy_coef()
+        self.token_records = token_records_of(config, data.tokenizer, rewards.names)
         self.updates = PPOUpdate(
             config=config,
             minimum_length=self.minimum_length,
@@ -119,6 +122,7 @@ class PPOComponents:
             entropy_coef=self.entropy_coef,
             nonfinite=self.nonfinite,
             clock=self.clock,
+            token_records=self.token_records,
         )
         self.followers = followers_of_run(config, engines, self.clock)
         logger().info(f"loss = {self.updates.actor_sum()}")
@@ -209,14 +213,14 @@ class PPOComponents:
             return rows
         self.engines.train()
         [minibatch] = self.mini_dataset.minibatches(rows, 1, step)
-        values = RecordedTokens()
+        values = RecordedTokens(["values"])
         objective = self.updates.critic_objective(minibatch, values)
         with self.clock.phase("train"), block("train critic"), self.clock.part("critic"):
             gradients = accumulate(
                 objective.engine, objective.step_loss.all_batches, objective.step_loss
             )
         self.state.critic_pass = replace(objective, gradients=gradients)
-        return replace(rows, values=values.gathered(rows))
+        return replace(rows, values=values.gathered("values", rows))
 
     def is_unscored(self, rows: ScoredRollout, step: int) -> bool:
         """Whether no row of a PPO step has a score; then the step has no updates. `UserError` at
@@ -284,6 +288,17 @@ class PPOComponents:
         for follower in self.followers:
             if follower.after_step is not None:
                 self.state.metrics |= follower.after_step(step)
+
+    def write_records(self, step: int) -> None:
+        """Write the records of PPO step `step`, after its updates, where they are due."""
+        state = self.state
+        if state.experience is None:
+            return
+        kl_coef = state.metrics["kl/coef"]
+        step_tokens = StepTokens(step, state.experience, state.update_tokens, kl_coef)
+        for record in self.token_records:
+            if record.is_due(step):
+                dist.on_main(partial(record.write, step_tokens))
 
     def minibatches_left(self, experience: Experience | None, step: int) -> Iterator[MiniBatch]:
         """The mini-batches of a PPO step that no update has used yet; none once a limit has ended

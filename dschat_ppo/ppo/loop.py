@@ -101,7 +101,7 @@ def update(ppo: PPOComponents, minibatch: MiniBatch, step: int) -> None:
     objectives = []
     if step > ppo.plan.warmup_rollouts:  # critic warm-up: until then, only the critic trains
         # clipped ratio x advantage, entropy, KL, further terms
-        objectives.append(ppo.updates.actor_objective(minibatch))
+        objectives.append(ppo.updates.actor_objective(minibatch, step))
 
     if ppo.engines.critic is not None:
         # clipped squared error of the values; on-policy the pass that is already made, with its

@@ -17,6 +17,9 @@ from dschat_ppo.monitor.writers import JsonLines
 from dschat_ppo.ppo.response_texts import heading, shown_sections, texts_of, whole_texts
 from dschat_ppo.types import FinishReason, ScoredRollout, row_lengths, select_rows, to_device
 
+# responses in samples.jsonl: of the first prompts, those with the highest and the lowest score
+SAMPLES_PER_STEP = 8
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -32,7 +35,7 @@ class Samples:
 
     def is_due(self, step: int) -> bool:
         """Whether responses of PPO step `step` are written."""
-        return self.every > 0 and (step == 1 or step % self.every == 0)
+        return is_sampled(step, self.every)
 
     def write(self, step: int, rows: ScoredRollout) -> list[dict[str, Any]]:
         """Write responses of PPO step `step` and return their lines; [] on other ranks than 0.
@@ -41,13 +44,23 @@ class Samples:
             return []
         if rows.sampled_mask is not None:  # those that left their group too
             rows = replace(rows, response_mask=rows.sampled_mask)
-        scores = rows.scores.nan_to_num(nan=-math.inf)  # without a score: below the others
-        row_indices = best_and_worst_rows(rows.groups.tolist(), scores.tolist(), self.count)
-        index = torch.tensor(row_indices, device=rows.groups.device)
+        index = torch.tensor(sampled_rows(rows, self.count), device=rows.groups.device)
         written_rows = to_device(select_rows(rows, index), "cpu")
         lines = sample_lines(written_rows, self.tokenizer, self.sources, self.data_sources)
         self.lines.append({"step": step, **line} for line in lines)
         return lines
+
+
+def is_sampled(step: int, every: int) -> bool:
+    """Whether responses of PPO step `step` are samples: of the first one, and of every `every`th;
+    0: of none."""
+    return every > 0 and (step == 1 or step % every == 0)
+
+
+def sampled_rows(rows: ScoredRollout, count: int) -> list[int]:
+    """The indices of at most `count` of the rows, which are samples."""
+    scores = rows.scores.nan_to_num(nan=-math.inf)  # without a score: below the others
+    return best_and_worst_rows(rows.groups.tolist(), scores.tolist(), count)
 
 
 def best_and_worst_rows(groups: Sequence[int], scores: Sequence[float], count: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 
 from dschat_ppo.common import dist
 from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.ppo.token_losses import RecordedTokens
+from dschat_ppo.ppo.token_records import UpdateTokens
 from dschat_ppo.ppo.update import EngineObjective, Outcome
 from dschat_ppo.types import Experience, record_of, tensors_of, to_device
 
@@ -36,6 +39,8 @@ class PPOState:
     updates_ended: bool = False  # a limit ended the updates of the PPO step in flight
     # of all ranks; None between two PPO steps, or if not finite
     experience: Experience | None = None
+    # what its updates computed for each token, in a step of which a record is kept
+    update_tokens: list[UpdateTokens] = field(default_factory=list)
     # of the experience in flight, with gradients that wait for its only update
     critic_pass: EngineObjective | None = None
     # of the PPO step in flight, known so far
@@ -50,6 +55,7 @@ class PPOState:
     def begin_updates(self, experience: Experience | None, metrics: dict[str, float]) -> None:
         """Start the updates of a PPO step. Without experience it has none."""
         self.experience = experience
+        self.update_tokens = []
         self.metrics = metrics
         self.sums = MetricSums()
         if experience is None:
@@ -59,13 +65,13 @@ class PPOState:
         self.updates_ended = False
 
     def count_update(self, outcome: Outcome) -> None:
-        """Count an optimizer step with the metrics of its `outcome`, keep the old log-probs that it
-        has computed, and drop the critic's pass that it has used. The first one of a PPO step also
-        gives the log ratios of a policy that has not moved yet. Collective in the first one."""
+        """Count an optimizer step with the metrics of its `outcome`, keep what its pass has
+        recorded of the tokens, and drop the critic's pass that it has used. The first one of a PPO
+        step also gives the log ratios of a policy that has not moved yet. Collective in the first
+        one, and with a record."""
         self.critic_pass = None
-        if outcome.logprobs is not None and self.experience is not None:
-            old_logprobs = outcome.logprobs.gathered(self.experience)  # (N, R)
-            self.experience = replace(self.experience, old_logprobs=old_logprobs)
+        if outcome.actor is not None and outcome.actor.recorded is not None:
+            self._keep_tokens(outcome.actor.recorded, outcome.actor.step_loss.constants)
         for sums in outcome.sums:
             # ranks that share rows count each of them once
             self.sums.merge(sums.scaled(1 / dist.ranks_of_row()))
@@ -85,6 +91,18 @@ class PPOState:
             self.actor_updates += 1
         self.updates_ended = outcome.ends_step
 
+    def _keep_tokens(self, recorded: RecordedTokens, constants: Mapping[str, Any]) -> None:
+        """Keep old log-probs that an update has computed, and its tokens for a record.
+        Collective."""
+        assert self.experience is not None
+        tokens = {name: recorded.gathered(name, self.experience) for name in recorded.names}
+        if self.experience.old_logprobs is None:
+            self.experience = replace(self.experience, old_logprobs=tokens["logprobs"])
+        if "losses" in tokens:
+            self.update_tokens.append(
+                UpdateTokens(tokens, constants["denominators"], constants["entropy_coef"])
+            )
+
     def finish_step(self, metrics: dict[str, float]) -> None:
         """Count the PPO step in flight as finished."""
         self.steps += 1
@@ -99,6 +117,7 @@ class PPOState:
         state["experience"] = None
         if self.experience is not None:
             state["experience"] = tensors_of(self.experience)
+        state["update_tokens"] = [vars(update) for update in self.update_tokens]
         return state
 
     def load_state_dict(
@@ -111,3 +130,4 @@ class PPOState:
         self.experience = None
         if state["experience"] is not None:
             self.experience = to_device(record_of(Experience, state["experience"]), device)
+        self.update_tokens = [UpdateTokens(**update) for update in state["update_tokens"]]

@@ -78,6 +78,7 @@ class PPOReport:
                             line["prompt"], line["answer"], line["score"], line["length"]
                         )
                     )
+            ppo.write_records(step)
         metrics |= ppo.nonfinite.metrics(*ppo.engines.trained)
         metrics |= self._evaluate(step)
         if self.kept_models is not None and self.kept_models.is_due(step):

@@ -7,7 +7,7 @@ micro-batches of all ranks is the loss of the step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
@@ -33,27 +33,37 @@ from dschat_ppo.ppo.loss_terms import ActorPass, LossTerm
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.types import Experience, MinimumLength, Model, RewardedRollout, Rollout
 
+# what the actor's pass of an update gives for each response token: log-probs and entropies of the
+# policy in training, whether the clip changed the gradient, the weighted losses, and 1 for tokens
+# that the update saw
+TOKENS_OF_UPDATE = ("logprobs", "entropies", "clipped", "losses", "trained")
 
+
+@dataclass(frozen=True)
 class RecordedTokens:
-    """One number for each response token, a log-prob or a value, from the micro-batches of one
+    """Numbers of each response token, such as log-probs or values, from the micro-batches of one
     optimizer step."""
 
-    def __init__(self) -> None:
-        # by the identity of the micro-batch
-        self._micro_batches: dict[int, tuple[RewardedRollout, Tensor]] = {}
+    names: Sequence[str]  # of the numbers; others are not kept
+    # the identity of a micro-batch -> it, and its numbers by name, (b, R) each
+    _micro_batches: dict[int, tuple[RewardedRollout, dict[str, Tensor]]] = field(
+        default_factory=dict
+    )
 
-    def record(self, rows: RewardedRollout, tokens: Tensor) -> None:
-        """Keep what a pass gives for a micro-batch, (b, R) fp32. A second pass over the same one
+    def record(self, rows: RewardedRollout, **tokens: Tensor) -> None:
+        """Keep what a pass gives for a micro-batch, (b, R) each. A second pass over the same one
         replaces it."""
-        self._micro_batches[id(rows)] = (rows, tokens.detach())
+        recorded = {name: tokens[name].detach().float() for name in self.names}
+        self._micro_batches[id(rows)] = (rows, recorded)
 
-    def gathered(self, rows: Rollout) -> Tensor:
-        """The recorded tokens of all ranks, (N, R) fp32 on the device of `rows`, 0 outside their
-        mask. `rows` are the N rows that the micro-batches of all ranks were taken from.
-        Collective."""
+    def gathered(self, name: str, rows: Rollout) -> Tensor:
+        """The recorded numbers of this name, of all ranks, (N, R) fp32 on the device of `rows`, 0
+        outside their mask. `rows` are the N rows that the micro-batches of all ranks were taken
+        from. Collective."""
         _, any_tokens = next(iter(self._micro_batches.values()))
-        all_tokens = torch.zeros(rows.response_mask.shape, device=any_tokens.device)
-        for micro_batch, tokens in self._micro_batches.values():
+        all_tokens = torch.zeros(rows.response_mask.shape, device=any_tokens[name].device)
+        for micro_batch, recorded in self._micro_batches.values():
+            tokens = recorded[name]
             row_indices = micro_batch.row_indices
             assert row_indices is not None
             columns = slice(tokens.shape[1])
@@ -121,7 +131,7 @@ class ActorLoss:
             minibatch: holds the denominators, which are those of the whole optimizer step.
             entropy_coef: weight of the entropy bonus; 0: entropy has no gradient.
             sums: takes the metrics.
-            recorded: takes the log-probs of this pass.
+            recorded: takes the numbers of `TOKENS_OF_UPDATE` of this pass.
         """
         distributions = [term.distributions(rows) for term in self.terms]
         current = response_logprobs(
@@ -132,8 +142,6 @@ class ActorLoss:
             self.minimum_length,
             teachings=list(chain.from_iterable(distributions)),
         )
-        if recorded is not None:
-            recorded.record(rows, current.logprobs)
         old_logprobs = rows.old_logprobs
         if old_logprobs is None:
             old_logprobs = current.logprobs.detach()
@@ -149,7 +157,17 @@ class ActorLoss:
         )
         policy = self.policy_loss(policy_terms, self.settings)  # losses (b, R)
         weights = self._loss_weights(rows, current.logprobs, old_logprobs, sums)
-        loss = mean_over_step(policy.losses * weights)
+        losses = policy.losses * weights
+        loss = mean_over_step(losses)
+        if recorded is not None:
+            recorded.record(
+                rows,
+                logprobs=current.logprobs,
+                entropies=current.entropy,
+                clipped=policy.clipped,
+                losses=losses,
+                trained=rows.response_mask,
+            )
         if not self.has_policy_loss:
             # The loss is computed all the same: its ratios and clipped tokens are recorded.
             loss = loss.new_zeros(())
@@ -236,7 +254,7 @@ def critic_loss(
     mask = rows.response_mask
     values = response_values(critic, rows)
     if recorded is not None:
-        recorded.record(rows, values)
+        recorded.record(rows, values=values)
     if isinstance(rows, Experience):
         assert rows.values is not None
         old_values = rows.values

@@ -29,10 +29,12 @@ from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.token_losses import (
     KL_OF_UPDATE,
     LARGEST_LOG_RATIO,
+    TOKENS_OF_UPDATE,
     ActorLoss,
     RecordedTokens,
     critic_loss,
 )
+from dschat_ppo.ppo.token_records import TokenRecord
 from dschat_ppo.types import Engine, Experience, MinimumLength, RewardedRollout
 
 
@@ -43,7 +45,7 @@ class EngineObjective:
     role: str  # "actor" or "critic"
     engine: Engine
     step_loss: StepLoss
-    # log-probs or values of the pass, where scoring has computed none
+    # of the pass: log-probs or values where scoring has computed none, and the numbers of records
     recorded: RecordedTokens | None = None
     gradients: Gradients[Any] | None = None  # of a pass that is already made
 
@@ -55,8 +57,8 @@ class Outcome:
     grad_norms: dict[str, float]  # by role, of the updates that were applied
     sums: list[MetricSums]  # metrics of the updates that were applied
     ends_step: bool = False  # a limit ends the updates of this PPO step
-    # of the actor's pass, where scoring has computed none and all are finite
-    logprobs: RecordedTokens | None = None
+    # the actor's, if its gradients are finite, with what its pass has recorded
+    actor: EngineObjective | None = None
 
 
 @dataclass(eq=False)
@@ -70,6 +72,7 @@ class PPOUpdate:
     entropy_coef: AdaptiveEntropy | FixedCoefficient
     nonfinite: NonFinitePolicy
     clock: PhaseClock
+    token_records: Sequence[TokenRecord] = ()
 
     def __post_init__(self) -> None:
         """Build the loss of the actor."""
@@ -101,13 +104,16 @@ class PPOUpdate:
             summands.append(f"+ {step_term.coef:g} {step_term.name}")
         return " ".join(summands).removeprefix("+ ")
 
-    def actor_objective(self, minibatch: MiniBatch[Experience]) -> EngineObjective:
+    def actor_objective(self, minibatch: MiniBatch[Experience], step: int) -> EngineObjective:
         """The policy loss of the `minibatch`, with the terms of the whole optimizer step, which may
-        take further data, and run forward passes over the mini-batch. Collective."""
+        take further data, and run forward passes over the mini-batch. `step`: the PPO step.
+        Collective."""
         entropy_coef = self.entropy_coef.value
         recorded = None
-        if minibatch.micro_batches[0].old_logprobs is None:
-            recorded = RecordedTokens()
+        if any(record.is_due(step) for record in self.token_records):
+            recorded = RecordedTokens(TOKENS_OF_UPDATE)
+        elif minibatch.micro_batches[0].old_logprobs is None:
+            recorded = RecordedTokens(["logprobs"])
 
         def of_rows(rows: Experience, sums: MetricSums) -> Tensor:
             return self.actor_loss(rows, minibatch, entropy_coef, sums, recorded)
@@ -165,7 +171,7 @@ class PPOUpdate:
         """
         outcome = Outcome({}, [])  # `_record_result` fills it
         flags = self.config.algorithm
-        logprobs: RecordedTokens | None = None
+        actor: EngineObjective | None = None
         # the gradients of a pass that is already made are in memory: their update comes first
         with_gradients = [each for each in objectives if each.gradients is not None]
         without_gradients = [each for each in objectives if each.gradients is None]
@@ -174,7 +180,7 @@ class PPOUpdate:
             for objective in [*with_gradients, *without_gradients]:
                 gradients = self._gradients_of(objective)
                 if objective.role == "actor" and gradients.fault is None:
-                    logprobs = objective.recorded
+                    actor = objective
                     refused = "--max_log_ratio: the update is not applied"
                     if _is_above(
                         flags.max_log_ratio, LARGEST_LOG_RATIO, objective.step_loss.sums, refused
@@ -196,7 +202,7 @@ class PPOUpdate:
                 consequence = "--target_kl: it was the PPO step's last update"
                 actor_sums = objectives[0].step_loss.sums
                 ends_step = _is_above(flags.target_kl, KL_OF_UPDATE, actor_sums, consequence)
-        return Outcome(outcome.grad_norms, outcome.sums, ends_step, logprobs)
+        return Outcome(outcome.grad_norms, outcome.sums, ends_step, actor)
 
     def _gradients_of(self, objective: EngineObjective) -> Gradients[Any]:
         """The gradients of the pass that is already made, else of one that is made here."""

@@ -201,33 +201,34 @@ def test_numbers_of_the_parts_of_two_ranks_add_up(monkeypatch):
     monkeypatch.setattr(dist, "world_size", lambda: 2)
     for rank in (0, 1):
         monkeypatch.setattr(dist, "rank", lambda rank=rank: rank)
-        recorded = RecordedTokens()
+        recorded = RecordedTokens(["values"])
         [minibatch] = MiniDataset(8, 7, 9, seed=0).minibatches(rows, 1, step=1)
         for part in minibatch.micro_batches:
             # a first pass, which the second replaces
-            recorded.record(part, torch.full_like(part.values, 7.0))
+            recorded.record(part, values=torch.full_like(part.values, 7.0))
             recorded.record(
-                part, torch.where(part.response_mask, part.values, torch.nan).requires_grad_()
+                part,
+                values=torch.where(part.response_mask, part.values, torch.nan).requires_grad_(),
             )
             filled += not part.response_mask.any()
-        parts.append(recorded.gathered(rows))
+        parts.append(recorded.gathered("values", rows))
     assert (
         filled
         and not any(part.requires_grad for part in parts)
         and torch.equal(parts[0] + parts[1], rows.values)
     )
     assert all(part.any() for part in parts)
-    recorded = RecordedTokens()
-    recorded.record(rows, rows.values)
+    recorded = RecordedTokens(["values"])
+    recorded.record(rows, values=rows.values)
     recorded.record(
         replace(rows, response_mask=torch.zeros_like(rows.response_mask)),
-        torch.full_like(rows.values, 5.0),
+        values=torch.full_like(rows.values, 5.0),
     )
-    assert torch.equal(recorded.gathered(rows), rows.values), (
+    assert torch.equal(recorded.gathered("values", rows), rows.values), (
         "a row that fills a share keeps its numbers"
     )
     monkeypatch.setattr(dist, "rank_in_row", lambda: 1)
-    assert not recorded.gathered(rows).any(), "ranks that share rows count them once"
+    assert not recorded.gathered("values", rows).any(), "ranks that share rows count them once"
 
 
 # Shared prompts

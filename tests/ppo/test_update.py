@@ -242,7 +242,7 @@ def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_that_of_the_log
     rows, sums, recorded = (
         rows_of(old_logprobs=None, row_indices=torch.arange(2)),
         MetricSums(),
-        RecordedTokens(),
+        RecordedTokens(["logprobs"]),
     )
     # one advantage for each row, with which the losses of sequences agree with those of tokens
     rows = replace(
@@ -263,7 +263,9 @@ def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_that_of_the_log
         == 0.0
     )
     assert found["policy/off_policy_share"] == 0.0
-    assert torch.equal(recorded.gathered(rows), torch.where(RESPONSE, logprobs.detach(), 0.0))
+    assert torch.equal(
+        recorded.gathered("logprobs", rows), torch.where(RESPONSE, logprobs.detach(), 0.0)
+    )
 
 
 @pytest.mark.parametrize("clip_eps", [0.0, 0.2])
@@ -282,7 +284,7 @@ def test_without_old_values_the_targets_follow_from_those_of_the_pass(monkeypatc
         row_indices=torch.arange(2),
     )
     flags = AlgorithmFlags(gamma=0.5, gae_lambda=0.5, value_clip_eps=clip_eps)
-    sums, recorded = MetricSums(), RecordedTokens()
+    sums, recorded = MetricSums(), RecordedTokens(["values"])
     loss = critic_loss("critic", rows, MINIBATCH, flags, sums, recorded)
     # A_t = r_t + 0.5 V_{t+1} - V_t + 0.25 A_{t+1}
     last, middle = 1.0 - 4.0, 0.5 * 4 - 2 + 0.25 * -3.0
@@ -293,7 +295,9 @@ def test_without_old_values_the_targets_follow_from_those_of_the_pass(monkeypatc
         "targets are constants"
     )
     assert values.grad[1, 2] == 0 and sums.reduce()["value/clip_fraction"] == 0.0
-    assert torch.equal(recorded.gathered(rows), torch.where(RESPONSE, values.detach(), 0.0))
+    assert torch.equal(
+        recorded.gathered("values", rows), torch.where(RESPONSE, values.detach(), 0.0)
+    )
 
 
 # One optimizer step; engines are stand-ins
@@ -368,7 +372,8 @@ def one_step(monkeypatch, words="", actor=GOOD, critic=GOOD, policy=None, log_ra
     policy = policy or NonFinitePolicy(config.safety)
     roles = SimpleNamespace(actor=Named("actor"), critic="critic", frozen=lambda role: role)
     updates = PPOUpdate(config, None, roles, {}, FixedCoefficient(0.01), policy, PhaseClock())
-    outcome = updates.minimise([updates.actor_objective(STEP), updates.critic_objective(STEP)], 3)
+    objectives = [updates.actor_objective(STEP, 3), updates.critic_objective(STEP)]
+    outcome = updates.minimise(objectives, 3)
     measured = sorted(
         name for sums in outcome.sums for name in sums.reduce() if name.endswith("/seen")
     )
@@ -477,7 +482,7 @@ def test_gradients_of_the_critic_that_wait_are_dropped_with_a_forbidden_aligned_
     critic = replace(
         updates.critic_objective(STEP), gradients=SimpleNamespace(engine="critic", fault=None)
     )
-    assert updates.minimise([updates.actor_objective(STEP), critic], 3).ends_step
+    assert updates.minimise([updates.actor_objective(STEP, 3), critic], 3).ends_step
     assert engines.done == ["actor gradients", "actor refused", "critic refused"]
 
 

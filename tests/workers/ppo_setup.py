@@ -74,7 +74,7 @@ def update_once(
     ppo: PPOComponents, minibatch: MiniBatch, sums: MetricSums, step: int = 0
 ) -> Outcome:
     """One optimizer step of actor and critic; the metrics of what is applied go to `sums`."""
-    objectives = [ppo.updates.actor_objective(minibatch)]
+    objectives = [ppo.updates.actor_objective(minibatch, step)]
     if ppo.engines.critic is not None:
         objectives.append(ppo.state.critic_pass or ppo.updates.critic_objective(minibatch))
     outcome = ppo.updates.minimise(objectives, step)
