@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
-from urllib.parse import parse_qsl
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch import Tensor
 from dschat_ppo.common import dist
 from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.logging import print_line
-from dschat_ppo.config.ppo_flags import split_weight
+from dschat_ppo.config.source_text import parse_source_text
 from dschat_ppo.data.examples import TRUTH
 from dschat_ppo.errors import HIDDEN, UserError, in_one_line
 from dschat_ppo.rewards.call_forms import (
@@ -85,23 +84,12 @@ def parse_function(spec: str, flag: str = FLAG) -> FunctionSpec:
     routes: only rows of these data sources are scored. A `:` before a number at the end of a
     setting must be `%3A`. Messages name `flag`."""
     as_given = f"{flag} {spec}"
-    sources, unrouted = _split_route(spec, as_given)
-    function, mark, after_mark = unrouted.partition("?")
-    settings = list[tuple[str, str]]()
-    if mark:
-        query, weight = split_weight(after_mark)
-        settings = parse_qsl(query.replace("+", "%2B"), keep_blank_values=True)
-    else:
-        function, weight = split_weight(function)
-    if len(dict(settings)) < len(settings):
-        raise UserError(f"{as_given}: a setting is given twice")
-    if not math.isfinite(weight):
-        raise UserError(f"{as_given}: the weight must be finite, got {weight}")
-    path, name = _path_and_name(function, as_given)
-    function_spec = FunctionSpec(path, name, weight, tuple(settings), flag, sources)
+    text = parse_source_text(spec, as_given, _is_file)
+    path, name = _path_and_name(text.name, as_given)
+    function_spec = FunctionSpec(path, name, text.weight, text.settings, flag, text.sources)
     if function_spec.rule in MODULES:
         require_extra(MODULES[function_spec.rule], as_given)
-    for key, value in settings:
+    for key, value in text.settings:
         if value == HIDDEN:
             raise UserError(
                 f"{as_given}: *** stands for credentials, which are not saved: give the flag with"
@@ -141,19 +129,9 @@ def _path_and_name(function: str, as_given: str) -> tuple[str, str]:
     return path, name
 
 
-def _split_route(spec: str, as_given: str) -> tuple[tuple[str, ...], str]:
-    """`"math,gsm8k=my.py:score"` -> (("math", "gsm8k"), "my.py:score"); a path that contains `=` is
-    no route."""
-    head = spec.partition("?")[0]
-    names, mark, _ = head.partition("=")
-    if not mark or os.path.isfile(head.partition(".py:")[0] + ".py"):
-        return (), spec
-    sources = tuple(dict.fromkeys(name.strip() for name in names.split(",")))
-    if not all(sources):
-        raise UserError(
-            f"{as_given}: expected a data source before '=', or several separated by commas"
-        )
-    return sources, spec[len(names) + 1 :]
+def _is_file(head: str) -> bool:
+    """Whether the text before the settings names a Python file that is there."""
+    return os.path.isfile(head.partition(".py:")[0] + ".py")
 
 
 def _remedy(cause: str) -> str:

@@ -7,10 +7,11 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from urllib.parse import parse_qsl
+from dataclasses import dataclass, replace
+from itertools import permutations
 
 from dschat_ppo.config.ppo_flags import split_weight
+from dschat_ppo.config.source_text import SourceText, parse_source_text
 from dschat_ppo.errors import UserError, printable_line
 
 FLAG = "--judge"
@@ -20,19 +21,20 @@ PAIRS = "pairs"  # `compare`: with others of the group
 REFERENCE = "reference"  # `compare`: with the right answer
 TEXT = "text"  # `reads`: the judge writes
 LABELS = "labels"  # `reads`: the probabilities of its labels
-_PLACES = ("A", "B")  # the verdicts on a pair
+_VERDICTS_OF_PAIR = ("A", "B")
 _DEFAULTS = {
     "labels": "no,yes",
     "template": "",
     "answer": "final",
     "rubric": "",
     "compare": "",
-    "rivals": "",
+    "rivals": "0",
     "reads": LABELS,
     "max_tokens": "512",
     "temperature": "0",
     "model": "",
 }
+_VALUES = {"answer": READABLE, "reads": (LABELS, TEXT), "compare": ("", PAIRS, REFERENCE)}
 _RANGE = re.compile(r"(\d{1,3})\.\.(\d{1,3})")
 
 
@@ -73,72 +75,34 @@ class JudgeSpec:
 
 
 def parse_judge(text: str, flag: str = FLAG) -> JudgeSpec:
-    """Read `[SOURCE=]NAME[?key=value&key=value][:weight]`, percent-decoded as the settings of
-    reward functions. `UserError` names the `flag` and what is wrong."""
+    """Read `[SOURCE=]NAME[?key=value&key=value][:weight]`. `UserError` names the `flag` and what is
+    wrong."""
     as_given = printable_line(f"{flag} {text}")
-    sources, unrouted = _route_of_judge(text, as_given)
-    model, mark, query = unrouted.partition("?")
-    if mark:
-        query, weight = split_weight(query)
-    else:
-        model, weight = split_weight(model)
-    if not math.isfinite(weight):
-        raise UserError(f"{as_given}: the weight must be finite, got {weight}")
-    if not model:
-        raise UserError(
-            f"{as_given}: expected the folder or hub name of a language model, or an address"
-        )
-    settings = _parsed_settings(query, as_given)
-    is_address = model.startswith(("http://", "https://"))
-    if is_address:
-        _check_address(model, as_given)
-    elif settings["model"]:
-        raise UserError(f"{as_given}: model is for a judge at an address; omit it")
-    _check_reading(settings, as_given)
-    if settings["answer"] not in READABLE:
-        raise UserError(
-            f"{as_given}: answer={settings['answer']}: expected one of {', '.join(READABLE)}"
-        )
-    labels = _labels_of(settings["labels"], as_given)
-    if settings["compare"]:
-        _check_comparison(settings, query, as_given)
-        labels = _PLACES
-    elif settings["rivals"]:
-        raise UserError(f"{as_given}: rivals is for compare={PAIRS}; omit it")
-    if is_address and settings["reads"] == LABELS:
-        _check_first_tokens(labels, as_given)
-    return JudgeSpec(
-        model=model,
-        weight=weight,
-        sources=sources,
-        labels=labels,
+    source = parse_source_text(text, as_given, _is_model)
+    settings = _checked_settings(dict(source.settings), as_given)
+    spec = JudgeSpec(
+        model=source.name,
+        weight=source.weight,
+        sources=source.sources,
+        labels=_labels_of(settings["labels"], as_given),
         template=settings["template"],
         answer=settings["answer"],
         rubric=settings["rubric"],
         compare=settings["compare"],
-        rivals=int(settings["rivals"] or 0),
+        rivals=int(settings["rivals"]),
         reads=settings["reads"],
         max_tokens=int(settings["max_tokens"]),
         temperature=float(settings["temperature"]),
         served_model=settings["model"],
         flag=flag,
     )
-
-
-def _check_comparison(settings: dict[str, str], query: str, as_given: str) -> None:
-    """Refuse settings that do not fit `compare`."""
-    compare = settings["compare"]
-    rivals = settings["rivals"]
-    if compare not in (PAIRS, REFERENCE):
-        raise UserError(f"{as_given}: compare={compare}: expected {PAIRS} or {REFERENCE}")
-    if settings["rubric"]:
-        raise UserError(f"{as_given}: rubric and compare={compare} exclude each other; omit one")
-    if "labels" in dict(parse_qsl(query)):
-        raise UserError(f"{as_given}: the verdicts of compare={compare} are A and B; omit labels")
-    if rivals and compare != PAIRS:
-        raise UserError(f"{as_given}: rivals is for compare={PAIRS}; omit it")
-    if rivals and (not rivals.isdecimal() or int(rivals) < 1):
-        raise UserError(f"{as_given}: rivals={rivals}: expected a number from 1")
+    _check_model(spec, as_given)
+    _check_fit(spec, source, as_given)
+    if spec.compare:
+        spec = replace(spec, labels=_VERDICTS_OF_PAIR)
+    if spec.is_address and spec.reads == LABELS:
+        _check_first_tokens(spec.labels, as_given)
+    return spec
 
 
 def parse_judges(texts: Sequence[str]) -> list[JudgeSpec]:
@@ -155,35 +119,36 @@ def parse_evaluation_judges(texts: Sequence[str]) -> list[JudgeSpec]:
     return specs
 
 
-def _route_of_judge(text: str, as_given: str) -> tuple[tuple[str, ...], str]:
-    """`"math,gsm8k=judge"` -> (("math", "gsm8k"), "judge"); the name of a folder that contains `=`
-    is no route."""
-    head = text.partition("?")[0]
-    names, mark, _ = head.partition("=")
-    if not mark or os.path.isdir(split_weight(head)[0]):
-        return (), text
-    sources = tuple(dict.fromkeys(name.strip() for name in names.split(",")))
-    if not all(sources):
-        raise UserError(
-            f"{as_given}: expected a data source before '=', or several separated by commas"
-        )
-    return sources, text[len(names) + 1 :]
+def _is_model(head: str) -> bool:
+    """Whether the text before the settings is an address, or a folder that is there."""
+    return head.startswith(("http://", "https://")) or os.path.isdir(split_weight(head)[0])
 
 
-def _parsed_settings(query: str, as_given: str) -> dict[str, str]:
-    """The settings after the `?`, with defaults for those that are not given."""
-    pairs = parse_qsl(query.replace("+", "%2B"), keep_blank_values=True)
-    settings = dict(pairs)
-    if len(settings) < len(pairs):
-        raise UserError(f"{as_given}: a setting is given twice")
-    for name, value in settings.items():
+def _checked_settings(given: dict[str, str], as_given: str) -> dict[str, str]:
+    """The settings, with defaults for those that are not given. Each value is possible by
+    itself."""
+    for name, value in given.items():
         if name not in _DEFAULTS:
             raise UserError(
                 f"{as_given}: there is no setting '{name}'; there are: {', '.join(_DEFAULTS)}"
             )
         if not value:
             raise UserError(f"{as_given}: the setting '{name}' is empty")
-    return _DEFAULTS | settings
+        if name in _VALUES and value not in _VALUES[name]:
+            expected = ", ".join(filter(None, _VALUES[name]))
+            raise UserError(f"{as_given}: {name}={value}: expected one of {expected}")
+        is_count = value.isdecimal() and int(value) >= 1
+        if name in ("rivals", "max_tokens") and not is_count:
+            raise UserError(f"{as_given}: {name}={value}: expected a number from 1")
+    settings = _DEFAULTS | given
+    temperature = math.nan
+    with suppress(ValueError):
+        temperature = float(settings["temperature"])
+    if not 0 <= temperature < math.inf:
+        raise UserError(
+            f"{as_given}: temperature={settings['temperature']}: expected a number from 0"
+        )
+    return settings
 
 
 def _labels_of(text: str, as_given: str) -> tuple[str, ...]:
@@ -205,46 +170,53 @@ def _labels_of(text: str, as_given: str) -> tuple[str, ...]:
     return tuple(labels)
 
 
-def _check_address(address: str, as_given: str) -> None:
-    """Refuse an address that is none, or holds a key."""
-    if not address.endswith("/v1"):
+def _check_model(spec: JudgeSpec, as_given: str) -> None:
+    """Refuse a missing name, and an address that is none or holds a key."""
+    if not spec.model:
+        raise UserError(
+            f"{as_given}: expected the folder or hub name of a language model, or an address"
+        )
+    if spec.is_address and not spec.model.endswith("/v1"):
         raise UserError(
             f"{as_given}: end the address with /v1 (what follows the last colon is read as a"
             " weight)"
         )
-    if "@" in address:
+    if spec.is_address and "@" in spec.model:
         raise UserError(
-            f"{FLAG}: put the key of the address into the variable DSCHAT_PPO_JUDGE_KEY, not into"
-            " the address"
+            f"{spec.flag}: put the key of the address into the variable DSCHAT_PPO_JUDGE_KEY, not"
+            " into the address"
         )
 
 
-def _check_reading(settings: dict[str, str], as_given: str) -> None:
-    """Refuse wrong values of `reads` and of the settings of a text."""
-    if settings["reads"] not in (LABELS, TEXT):
-        raise UserError(f"{as_given}: reads={settings['reads']}: expected {LABELS} or {TEXT}")
-    for name in ("max_tokens", "temperature"):
-        if settings["reads"] == LABELS and settings[name] != _DEFAULTS[name]:
-            raise UserError(f"{as_given}: {name} is for reads={TEXT}; omit it")
-    most = settings["max_tokens"]
-    if not most.isdecimal() or int(most) < 1:
-        raise UserError(f"{as_given}: max_tokens={most}: expected a number from 1")
-    temperature = math.nan
-    with suppress(ValueError):
-        temperature = float(settings["temperature"])
-    if not 0 <= temperature < math.inf:
+def _check_fit(spec: JudgeSpec, source: SourceText, as_given: str) -> None:
+    """Refuse settings without effect, or that exclude each other."""
+    given = dict(source.settings)
+    if spec.compare and spec.rubric:
         raise UserError(
-            f"{as_given}: temperature={settings['temperature']}: expected a number from 0"
+            f"{as_given}: rubric and compare={spec.compare} exclude each other; omit one"
         )
+    if spec.compare and "labels" in given:
+        raise UserError(
+            f"{as_given}: the verdicts of compare={spec.compare} are A and B; omit labels"
+        )
+    for name, is_used, purpose in (
+        ("model", spec.is_address, "a judge at an address"),
+        ("rivals", spec.compare == PAIRS, f"compare={PAIRS}"),
+        ("max_tokens", spec.reads == TEXT, f"reads={TEXT}"),
+        ("temperature", spec.reads == TEXT, f"reads={TEXT}"),
+    ):
+        if name in given and not is_used:
+            raise UserError(f"{as_given}: {name} is for {purpose}; omit it")
 
 
 def _check_first_tokens(labels: Sequence[str], as_given: str) -> None:
-    """Refuse labels that the first token of a verdict may not tell apart."""
-    for label in labels:
-        for longer in labels:
-            if longer == label or not longer.startswith(label):
-                continue
+    """Refuse labels that the first token of a verdict does not tell apart: one begins another, or
+    both begin with the same word."""
+    way_out = f"which one token cannot tell apart; use labels=1..9 or reads={TEXT}"
+    for label, other in permutations(labels, 2):
+        if other.startswith(label):
+            raise UserError(f"{as_given}: label '{label}' begins '{other}', {way_out}")
+        if label.split()[0] == other.split()[0]:
             raise UserError(
-                f"{as_given}: label '{label}' begins '{longer}', which one token cannot tell apart;"
-                f" use other labels, such as 1..9, or reads={TEXT}"
+                f"{as_given}: labels '{label}' and '{other}' begin with the same word, {way_out}"
             )

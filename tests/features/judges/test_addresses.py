@@ -222,14 +222,21 @@ def test_what_was_said_before_a_crash_is_not_asked_again(serve, tmp_path):
     ("text_of_flag", "message"),
     [
         ("http://h:8000", "http://h:8000: end the address with /v1 .what follows the last colon"),
-        ("http://h/v1?labels=1..10", "label '1' begins '10', which one token cannot tell apart"),
-        ("http://h/v1?reads=all", "reads=all: expected labels or text"),
+        (
+            "http://h/v1?labels=1..10",
+            "label '1' begins '10', which one token cannot tell apart; use labels=1..9 or reads=",
+        ),
+        (
+            "http://h/v1?labels=very bad,very good",
+            "labels 'very bad' and 'very good' begin with the same word, which one",
+        ),
+        ("http://h/v1?reads=all", "reads=all: expected one of labels, text"),
         ("http://h/v1?max_tokens=5", "max_tokens is for reads=text"),
         ("http://h/v1?reads=text&max_tokens=0", "max_tokens=0: expected a number from 1"),
         ("http://h/v1?reads=text&temperature=x", "temperature=x: expected a number from 0"),
         ("http://me:pw@h/v1", "put the key of the address into the variable DSCHAT_PPO_JUDGE_KEY"),
         ("J?model=m", "model is for a judge at an address"),
-        ("J?reads=all", "reads=all: expected labels or text"),
+        ("J?reads=all", "reads=all: expected one of labels, text"),
         ("J?temperature=1", "temperature is for reads=text"),
         ("J?reads=text&max_tokens=0", "max_tokens=0: expected a number from 1"),
     ],
@@ -238,6 +245,7 @@ def test_what_is_refused(text_of_flag, message):
     with pytest.raises(UserError, match=message):
         parse_judge(text_of_flag)
     assert parse_judge("http://h:80/v1:0.5").weight == 0.5
+    assert parse_judge("http://h/a=b/v1").sources == ()
     assert parse_judge("http://h/v1?labels=1..10&reads=text").labels[-1] == "10"
 
 

@@ -55,7 +55,7 @@ def test_what_a_spec_says(text, model, weight, sources, labels):
         ("--judge J?compare=reference&rivals=2", "rivals is for compare=pairs"),
         ("--judge J?compare=pairs&rivals=no", "rivals=no: expected a number from 1"),
         ("--judge J?compare=pairs&rivals=2", "rivals=2: an answer has 1 others to meet"),
-        ("--judge J?compare=all", "compare=all: expected pairs or reference"),
+        ("--judge J?compare=all", "compare=all: expected one of pairs, reference"),
         ("--judge J?compare=pairs&rubric=r", "rubric and compare=pairs exclude each other"),
         ("--judge J?compare=pairs&labels=a,b", "the verdicts of compare=pairs are A and B"),
         (
