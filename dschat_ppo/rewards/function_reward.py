@@ -152,6 +152,7 @@ class FunctionReward:
     score of a response, never the run. `timeout`: seconds for each call."""
 
     scores_elsewhere = True
+    kind = "the function"
 
     def __init__(self, spec: FunctionSpec, workers: int, timeout: float):
         self.spec = spec

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import print_line
-from dschat_ppo.errors import UserError, attempt
+from dschat_ppo.errors import StorageError, UserError, attempt
 from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.types import Rollout
 
@@ -158,6 +158,7 @@ class HasWorkers(Protocol):
     """
 
     spec: object  # the source as the user named it
+    kind: str  # what it is, for messages: "the function"
     failed: Tensor  # (B,) bool, on the CPU: the responses on which its last call failed
     numbers: dict[str, Tensor]  # other numbers of its last call, see `Scores`
     counts: CallCounts  # of this rank; whoever reads them resets them
@@ -205,15 +206,18 @@ def _in_thread(call: Callable[[], Tensor]) -> Future[Tensor]:
 
 def _scores_of_sources(calls: Mapping[str, Callable[[], Tensor]]) -> dict[str, Tensor]:
     """What each source scores, by its name. All are called, because they may be collective; if one
-    fails on some rank, every rank raises `RewardServiceError`. Collective."""
-    problem = None
+    fails on some rank, every rank raises its `RewardServiceError`, or the `StorageError` of its
+    journal. Collective."""
+    problem: UserError | None = None
     results = dict[str, Tensor]()
     for name, call in calls.items():
         try:
             results[name] = call()
-        except RewardServiceError as failure:
-            problem = problem or str(failure)
-    raise_on_any_rank(problem)
+        except (RewardServiceError, StorageError) as failure:
+            problem = problem or failure
+    first = next(filter(None, dist.gather_objects(problem)), None)
+    if first is not None:
+        raise first
     return results
 
 
@@ -354,15 +358,15 @@ class RewardMixture:
             if refuse_all and rows and failed == rows:
                 raise RewardFunctionError(
                     f"{function.spec}: failed on every one of the first {rows} answers;"
-                    f" the first cause: {cause}; correct the function, its settings or the columns"
-                    " of the data"
+                    f" the first cause: {cause}; correct {function.kind}, its settings or the"
+                    " columns of the data"
                 )
         rows, unscored, cause = _sum_of_ranks(counts_of_unscored)
         if refuse_all and rows and unscored == rows:
             raise RewardFunctionError(
                 f"no reward source scored any of the first {rows} answers ({cause}): every"
-                " function returned None or is routed to other data; correct"
-                " --reward_function or the data_source of the rows"
+                " source left them to others (it returned None, or is routed to other data);"
+                " correct the sources, their routes or the data_source of the rows"
             )
         return FailedRows(faults, unscored)
 

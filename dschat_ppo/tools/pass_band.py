@@ -60,15 +60,21 @@ def pass_rates(evaluated: Evaluated) -> list[float | None]:
 
 
 def rows_in_band(evaluated: Evaluated) -> str:
-    """JSON lines: the rows of the data whose pass rate is in the band, with `pass_rate`."""
+    """JSON lines: the rows of the data whose pass rate is in the band, with `pass_rate`; those of
+    several data sources with `data_source`."""
     # after the flags are checked: this import takes seconds
     from dschat_ppo.data.tokenise import row_of_file
 
     band = PassBand.of(evaluated.flags["keep"])
+    data_sources = [json.loads(text)["data_source"] for text in evaluated.rows]
+    is_mixture = len(set(map(str, data_sources))) > 1
     lines = []
-    for text, rate in zip(evaluated.rows, pass_rates(evaluated), strict=True):
+    rates = pass_rates(evaluated)
+    for text, rate, data_source in zip(evaluated.rows, rates, data_sources, strict=True):
         if band.place_of(rate) == "inside":
             row = row_of_file(text) | {"pass_rate": rate}
+            if is_mixture:  # the name of the data set, by which rewards are routed, is lost else
+                row["data_source"] = data_source
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     return "".join(lines)
 

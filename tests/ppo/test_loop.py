@@ -244,6 +244,7 @@ class Fails:
     those with an odd second token in all."""
 
     name, spec, numbers, counts = "fails", "--reward_function fails", {}, CallCounts()
+    kind = "the function"
 
     def __init__(self, run: PlainRun, steps=()):
         self.run, self.steps = run, steps

@@ -356,6 +356,8 @@ class Function(Fixed):
     """A source with workers whose scores (NaN: not its response), other numbers, counts and rows
     on which it failed are given."""
 
+    kind = "the function"
+
     def __init__(self, name, scores=(0, 0, 0), numbers=None, counts=None, failed=()):
         super().__init__(name, scores)
         self.failed = torch.tensor([row in failed for row in range(len(scores))])
@@ -510,7 +512,7 @@ def test_responses_without_a_source_are_counted_and_all_of_them_are_an_error(mon
     assert mixture(CallCounts(3, 3)).count_failed_rows(refuse_all=False) == FailedRows(unscored=6)
     problem = (
         r"^no reward source scored any of the first 6 answers \(data_source 'a', 'b'\): every"
-        r" function returned None"
+        r" source left them to others"
     )
     with pytest.raises(RewardFunctionError, match=problem):
         mixture(CallCounts(3, 3, "data_source 'c'")).count_failed_rows(refuse_all=True)

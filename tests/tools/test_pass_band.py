@@ -56,6 +56,14 @@ def test_rows_in_the_closed_band(keep, rates, counts):
     assert band_line(evaluated(keep)) == line
 
 
+def test_rows_of_several_data_sets_keep_their_source():
+    mixed = evaluated("0:1")
+    mixed.rows = list(TEXTS)
+    mixed.rows[1] = mixed.rows[1].replace('"data_source": "d"', '"data_source": "e"')
+    rows = [json.loads(line) for line in rows_in_band(mixed).splitlines()]
+    assert [row["data_source"] for row in rows] == ["d", "e", "d", "d", "d"]
+
+
 @pytest.mark.parametrize("row", [{"prompt": "a\n,", "answer": "4"}, {"prompt": ",\n{"}])
 def test_the_row_of_the_file_is_whole_and_has_nothing_more(row):
     settings = SimpleNamespace(

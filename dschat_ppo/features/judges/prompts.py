@@ -207,7 +207,8 @@ class JudgePrompts:
     def _ids_of_message(self, tokenizer: PreTrainedTokenizerBase, message: str) -> list[int]:
         """The ids of a message, whose pieces between `SPLIT`s are encoded one by one."""
         if tokenizer.chat_template is None:
-            first, *pieces = message.split(SPLIT)
+            # the verdict stands on a line of its own
+            first, *pieces = (message.rstrip("\n") + "\n").split(SPLIT)
             ids = encode_prompt(tokenizer, first)
         else:
             first, *pieces = self._opening(tokenizer, message).split(SPLIT)

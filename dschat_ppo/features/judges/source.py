@@ -59,6 +59,8 @@ class JudgeReader(Protocol):
 class JudgeReward:
     """Scores responses by the verdicts of a judge, from 0 to 1, or below by faults of a rubric."""
 
+    kind = "the template of the judge"
+
     def __init__(self, asking: Asking, reader: JudgeReader):
         self.spec = asking.spec
         self.asking = asking

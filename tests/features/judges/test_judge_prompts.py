@@ -128,3 +128,36 @@ def test_a_template_file_is_read_once(tmp_path):
     judge = stub_judge(lambda text: [0.0, 0.0], f"J?template={file}")
     file.write_text("After: {{ answer }}")
     assert "Before:" in asked_of(judge, "fine")
+
+
+@pytest.mark.parametrize("settings", ["", "&rubric=r"])
+def test_without_a_chat_template_the_verdict_is_a_line_of_its_own(settings):
+    """The ids are those that transformers gives for the whole text, the label and its end."""
+    made = tokenizer(template=None)
+    judge = stub_judge(lambda text: [0.0, 0.0], f"J?labels=bad,good{settings}", made=made)
+    row = {"r": ["short"]}
+    asked = request(["in the hall"], [row])
+    judged = Judged(asked.prompts[0], row, asked.texts[0], 0)
+    criterion = "short" if settings else None
+    question = list(judge.asking.prompts.question(judged, criterion))
+    text = decoded(made, question)
+    assert text.endswith("the best good.\n")
+    whole = made(text + "good", add_special_tokens=False)["input_ids"]
+    assert [*question, *judge.asking.prompts.label_ids[1]][-len(whole) - 1 :] == [
+        *whole,
+        made.eos_token_id,
+    ]
+
+
+def test_the_limit_of_an_answer_is_in_tokens_of_the_judge():
+    """Of more than 8,192 tokens the middle is lost; more characters of fewer tokens stay."""
+    made = tokenizer("pieces")
+    judge = stub_judge(lambda text: [0.0, 0.0], positions=40_000, made=made)
+    without = len(ids_of(judge, ""))
+    for words, is_cut in (("the " * 9000, True), ("the hall " * 2000, False)):
+        count = len(made(words, add_special_tokens=False)["input_ids"])
+        assert len(words) > 8192 and (count > 8192) == is_cut
+        expected = count
+        if is_cut:
+            expected = 8192
+        assert abs(len(ids_of(judge, words)) - without - expected) < 20

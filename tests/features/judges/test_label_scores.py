@@ -128,3 +128,23 @@ def test_a_rank_without_a_question_runs_as_many_passes_as_others(monkeypatch):
     assert judge.reader.logprobs([]).shape == (0, 2) and passes == []
     monkeypatch.setattr(dist, "all_reduce", lambda value, op: torch.full_like(value, 3))
     assert judge.reader.logprobs([]).shape == (0, 2) and len(passes) == 3
+
+
+def test_a_full_disk_of_one_rank_ends_all_and_a_judge_is_named_as_one(monkeypatch):
+    from dschat_ppo.errors import StorageError
+    from dschat_ppo.rewards.reward_source import RewardFunctionError
+    from dschat_ppo.types import Rollout
+
+    empty = torch.zeros(1, 1, dtype=torch.int64)
+    rollout = Rollout(empty, empty > 0, empty, empty > 0, empty.float(), empty[:, 0])
+    judge = stub_judge(lambda text: [math.nan, math.nan])
+    mixture = RewardMixture([(judge, 1.0)])
+    mixture(request(["one"]), rollout)
+    with pytest.raises(
+        RewardFunctionError, match="correct the template of the judge, its settings"
+    ):
+        mixture.count_failed_rows(refuse_all=True)
+    full = StorageError("step_000003.jsonl: no space left")
+    monkeypatch.setattr(dist, "gather_objects", lambda value: [value, full])  # of rank 1
+    with pytest.raises(StorageError, match="no space left"):
+        mixture(request(["one"]), rollout)
