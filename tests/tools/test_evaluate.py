@@ -185,6 +185,31 @@ def test_rows_that_a_band_keeps_are_those_of_the_file(found, assets, tmp_path, m
         assert row == json.loads(line) | {"pass_rate": rate}
 
 
+def test_pairs_are_the_best_and_the_worst_of_a_tournament(assets, tmp_path):
+    template = tmp_path / "pairs.jinja"
+    template.write_text("{{ answer }} or {{ answer_b }}")
+    judge = f"{assets / 'lm'}?compare=pairs&template={template}"
+    words = ["--decoding", "sampled", "--samples", "4", "--judge", judge]
+    evaluated = evaluate_models(evaluation_request(words_of(assets, *words)))
+    uncut = []
+    for result in evaluated.results:
+        rows = [replace(row, ended=["eos"] * 4) for row in result.prompts]
+        uncut.append(replace(result, prompts=rows))
+    evaluated = replace(evaluated, results=uncut)
+    prompts = by_name(evaluated, "/lm", "sampled").prompts
+    expected = []
+    for row in prompts:
+        # a win of one response is a loss of another, and each meets 3 others
+        assert sum(row.scores) == pytest.approx(4 * 3 / 2 / 3, abs=1e-5)
+        best = max(range(4), key=row.scores.__getitem__)
+        worst = min(range(4), key=row.scores.__getitem__)
+        if row.scores[best] > row.scores[worst]:
+            expected.append((row.answers[best], row.answers[worst]))
+    pairs = [json.loads(line) for line in training_rows(evaluated, is_pair=True).splitlines()]
+    assert [(row["chosen"], row["rejected"]) for row in pairs] == expected
+    assert len(expected) > PROMPTS / 2
+
+
 def test_several_data_sets_have_lines_of_their_own_in_the_table(found):
     rows = [replace(found.results[0].prompts[0], data_source=name) for name in "ab"]
     numbers = {"score": 0.5, "score/a": 0.25, "score/b": 0.75}
