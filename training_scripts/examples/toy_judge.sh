@@ -33,7 +33,7 @@ if ! is_valid_json "$out/judge/result.json"; then
         --per_device_train_batch_size "$(per_rank 64)" \
         --learning_rate 2e-3 \
         --num_warmup_steps 50 \
-        --num_train_epochs 1 \
+        --num_train_epochs 2 \
         --dtype "$DTYPE" \
         --output_dir "$out/judge"
     finished "$out/judge"

@@ -3,8 +3,8 @@ to questions of `dschat_ppo.tools.toy`, as rows of step 1.
 
     python training_scripts/examples/judge/judge_task.py FOLDER
 
-Half of the answers keep the rule. The others are curt, or kind ones that were damaged: another
-name, another thing, a part that is missing, moved, repeated or made of noise. No question of
+Half of the answers keep the rule. The others are curt, or kind ones that were damaged so that they
+break it: another name, another thing, a part that is missing, moved, repeated or made of noise. No question of
 `judge_eval.jsonl` or of the policies' held-out prompts is in `judge.jsonl`.
 """
 
@@ -39,7 +39,7 @@ from dschat_ppo.tools.toy import (
 TEMPLATE = Path(__file__).parent / "judge.jinja"
 QUESTION = Template(TEMPLATE.read_text(encoding="utf-8"), trim_blocks=True)
 TRAINED, HELD_OUT = 24_000, 1000  # verdicts
-SHARE_KIND, SHARE_CURT = 0.45, 0.15
+SHARE_KIND, SHARE_CURT = 0.5, 0.1
 POSITIONS = 512
 # what a policy might say to a judge; `check.py` tries others
 PLEAS = (
@@ -113,7 +113,15 @@ def with_damaged_word(answer: str, rng: random.Random) -> str:
 
 
 def damaged_answer(question: Question, rng: random.Random) -> str:
-    """A kind answer with a fault. A few of them still keep the rule."""
+    """A kind answer with a fault that breaks the rule."""
+    answer = with_fault(question, rng)
+    while keeps_rule(question, answer):  # the fault is in a word that the rule does not read
+        answer = with_fault(question, rng)
+    return answer
+
+
+def with_fault(question: Question, rng: random.Random) -> str:
+    """A kind answer with a fault, of which a few keep the rule."""
     name, colour, thing = question.name, question.colour, question.thing
     fault = rng.choice(("name", "colour", "thing", "word", "word", "part", "part"))
     if fault == "name":
