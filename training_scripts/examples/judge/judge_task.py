@@ -4,8 +4,8 @@ to questions of `dschat_ppo.tools.toy`, as rows of step 1.
     python training_scripts/examples/judge/judge_task.py FOLDER
 
 Half of the answers keep the rule. The others are curt, or kind ones that were damaged so that they
-break it: another name, another thing, a part that is missing, moved, repeated or made of noise. No question of
-`judge_eval.jsonl` or of the policies' held-out prompts is in `judge.jsonl`.
+break it: another name, another thing, a part that is missing, moved, repeated or made of noise. No
+question of `judge_eval.jsonl` or of the policies' held-out prompts is in `judge.jsonl`.
 """
 
 from __future__ import annotations

@@ -29,13 +29,15 @@ def curve(lines: list[dict[str, Any]]) -> dict[int, float]:
     return {line["step"]: line[RULE] for line in lines if RULE in line}
 
 
-def seconds_per_step(lines: list[dict[str, Any]]) -> float:
-    """Median time of a PPO step, without evaluations."""
+def step_seconds(lines: list[dict[str, Any]]) -> tuple[float, float]:
+    """Median time of a PPO step, without evaluations, and of its scoring by the reward."""
     sums = []
+    scoring = []
     for line in lines:
         if "time/train" in line:
             sums.append(sum(line.get(f"time/{phase}", 0.0) for phase in PHASES))
-    return statistics.median(sums)
+            scoring.append(line["time/reward"])
+    return statistics.median(sums), statistics.median(scoring)
 
 
 def plot(curves: dict[str, list[dict[int, float]]], file: Path) -> None:
@@ -75,9 +77,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="picture of the runs")
     chosen = parser.parse_args()
     curves: dict[str, list[dict[int, float]]] = {}
-    print(
-        "| GRPO with | answers that follow the rule, by seed | mean | s/step |\n|---|---|---|---|"
-    )
+    print("| GRPO with | answers that follow the rule, by seed | mean | s/step | of it scoring |")
+    print("|---|---|---|---|---|")
     for kind, title in RUNS.items():
         runs = [metrics_of(chosen.out, kind, seed) for seed in chosen.seeds]
         curves[kind] = [curve(lines) for lines in runs]
@@ -86,8 +87,10 @@ def main() -> None:
         shares = ", ".join(
             f"{start:.2f} -> {end:.2f}" for start, end in zip(starts, ends, strict=True)
         )
-        seconds = statistics.median(map(seconds_per_step, runs))
-        print(f"| {title} | {shares} | {statistics.mean(ends):.3f} | {seconds:.2f} |")
+        timed = [step_seconds(lines) for lines in runs]
+        whole = statistics.median(seconds for seconds, _ in timed)
+        scoring = statistics.median(seconds / whole_step for whole_step, seconds in timed)
+        print(f"| {title} | {shares} | {statistics.mean(ends):.3f} | {whole:.2f} | {scoring:.0%} |")
     if chosen.plot:
         plot(curves, chosen.plot)
 
