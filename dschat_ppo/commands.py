@@ -53,9 +53,9 @@ def run_training(step: str, argv: Sequence[str]) -> int:
 
 def train(step: str, config: StepConfig) -> None:
     """Run a step with its parsed flags. With `--dry_run`, rank 0 checks them and the other ranks
-    have nothing to do."""
+    have nothing to do, unless they measure (`--measure`)."""
     set_verbose(config.console.verbose)
-    if config.run.dry_run and not is_main():
+    if config.run.only_checks and not is_main():
         return
     with lasting_objects():
         run = pkgutil.resolve_name(TRAINERS[step])
@@ -67,7 +67,7 @@ def train(step: str, config: StepConfig) -> None:
         from dschat_ppo.run.session import join_ranks
     with ExitStack() as stack:
         stack.enter_context(_ranks_of(config.run))
-        if config.run.dry_run:
+        if config.run.only_checks:
             stack.enter_context(settings_only())
         if is_main():
             keep_early_lines()
@@ -132,9 +132,9 @@ def start_ranks(step: str, argv: Sequence[str]) -> int:
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return exit_code(problem)
-    if config.run.dry_run and config.run.dry_run_ranks is None:
+    if config.run.only_checks and config.run.dry_run_ranks is None:
         words += ["--dry_run_ranks", str(ranks)]
-    if config.run.dry_run or ranks == 1:
+    if config.run.only_checks or ranks == 1:
         try:
             code = run_training(step, words)
         except KeyboardInterrupt:  # before the run takes it for a request to stop

@@ -32,7 +32,7 @@ launch() { # launch MAIN FLAGS...: like `deepspeed MAIN FLAGS...`, whose command
     if [ "$RANKS" -le "$gpus" ] && [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
         devices="$(cut -d, -f"1-$RANKS" <<<"$CUDA_VISIBLE_DEVICES")"
     fi
-    if [[ " $* " == *" --dry_run "* ]]; then # rank 0 alone, as in such a launch
+    if [[ " $* " == *" --dry_run "* && " $* " != *" --measure "* ]]; then # rank 0 alone, as in such a launch
         local all=$((RANKS * ${MACHINES:-1}))
         RANK=0 LOCAL_RANK=0 WORLD_SIZE="$all" LOCAL_WORLD_SIZE="$RANKS" MASTER_ADDR=localhost MASTER_PORT="$MASTER_PORT" \
             python -u "$@" --dry_run_ranks "$all"

@@ -45,6 +45,7 @@ HARMLESS = frozenset(
         "config",
         "dry_run",
         "dry_run_ranks",
+        "measure",
         "save_steps",
         "save_minutes",
         "save_total_limit",

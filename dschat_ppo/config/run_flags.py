@@ -121,11 +121,17 @@ class RunFlags:
     dry_run: bool = flag(
         False,
         "check flags, models and data, print the batches and the expected peak of memory, and end;"
-        " reads no weights, starts no ranks and writes nothing to --output_dir",
+        " reads no weights, starts no ranks and writes nothing to --output_dir; see --measure",
     )
     dry_run_ranks: int | None = positive(
         None,
         "with --dry_run: the number of ranks to compute batches for; not given: that of the launch",
+    )
+
+    measure: bool = flag(
+        False,
+        "with --dry_run: load the models, measure the parts of a step on the ranks of the launch,"
+        " and print seconds a step and hours of the run; writes nothing to --output_dir",
     )
 
     def __post_init__(self) -> None:
@@ -136,6 +142,18 @@ class RunFlags:
         check_values(self)
         if self.dry_run_ranks is not None and not self.dry_run:
             raise UserError("--dry_run_ranks needs --dry_run")
+        if self.measure and not self.dry_run:
+            raise UserError("--measure needs --dry_run")
+        if self.measure and self.dry_run_ranks is not None:
+            raise UserError(
+                "--measure measures the ranks of the launch: omit --dry_run_ranks, and start as"
+                " many as the run has"
+            )
+
+    @property
+    def only_checks(self) -> bool:
+        """Whether the run ends before its models are loaded (`--dry_run` without `--measure`)."""
+        return self.dry_run and not self.measure
 
     @property
     def folder(self) -> str:

@@ -157,7 +157,7 @@ class BegunPPO:
     folders: ModelFolders
     data: PPOData
     plan: PPOPlan
-    session: Session | None  # None: --validate_only
+    session: Session | None  # None: --validate_only, --measure
     started: float  # `time.perf_counter()` after the data are prepared
 
 
@@ -226,7 +226,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     end_dry_run(config.run, config.safety.resume, planned_steps)
     started = time.perf_counter()
     session = None
-    if not config.validate_only:
+    if not config.validate_only and not config.run.measure:
         session = open_session(
             output,
             config,

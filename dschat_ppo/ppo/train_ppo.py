@@ -33,10 +33,12 @@ from dschat_ppo.monitor.early_stop import EarlyStop
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.step_line import PPO_COLUMNS
 from dschat_ppo.monitor.writers import JsonLines, write_result
+from dschat_ppo.planner.step_time import ppo_time
 from dschat_ppo.ppo.begin_ppo import BegunPPO, begin_ppo, evaluation_reward, reward_tokenizer
 from dschat_ppo.ppo.components import PPOComponents, PPOData
 from dschat_ppo.ppo.evaluation import HIGHEST_SCORE, Evaluation, shown_metrics
 from dschat_ppo.ppo.loop import run
+from dschat_ppo.ppo.measure_ppo import measure_ppo
 from dschat_ppo.ppo.resumable import ResumablePPO
 from dschat_ppo.ppo.rollouts import reward_sources_of, start_extensions
 from dschat_ppo.ppo.samples import SAMPLES_PER_STEP, Samples
@@ -47,7 +49,7 @@ from dschat_ppo.rewards.learned_reward import ModelReward, model_reward, saved_e
 from dschat_ppo.rewards.reward_source import RewardMixture, RewardSource
 from dschat_ppo.run.model_card import model_card
 from dschat_ppo.run.output_folder import KeptModels, remove_checkpoints
-from dschat_ppo.run.session import Session
+from dschat_ppo.run.session import Session, end_measured_run
 from dschat_ppo.run.start_and_end import (
     changes_of,
     show_end,
@@ -65,12 +67,17 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
 
     announce("load models")
     folders = begun.folders
-    if begun.session is None:  # an evaluation alone needs no critic
+    if config.validate_only:  # an evaluation alone needs no critic
         folders = replace(folders, critic=None)
     engines = RLHFEngine(config, begun.plan, folders)
     forms = saved_forms(config, engines, tokenizer)
     with ExitStack() as at_end:
         components = build_components(config, begun, engines, at_end)
+        if config.run.measure:
+            announce("measure")
+            greedy_too = config.algorithm.advantage_estimator == "remax"
+            time_of_step = ppo_time(measure_ppo(components), begun.plan, greedy_too)
+            end_measured_run(config.run, str(time_of_step))
         show_roles(config, components, begun.folders, output)
         kept_models = KeptModels(
             output,

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -48,23 +49,25 @@ from dschat_ppo.run.rank_log import open_log
 
 
 def join_ranks(config: StepConfig) -> None:
-    """Lock the output folder and join the ranks. Collective. `--dry_run` joins no ranks and touches
-    no folder."""
+    """Lock the output folder and join the ranks. Collective. `--dry_run` touches no folder, and
+    joins no ranks unless they measure (`--measure`)."""
     run = config.run
     folder = folder_of(config)
     refuse_model_folders(folder, [name for _, name in config.models.values()])
     quiet_libraries()
     for check_ranks in hooks("refusals.check_ranks"):
         check_ranks(config, dist.world_size())
-    if run.dry_run:
+    if run.only_checks:
         return
     set_deterministic(run.deterministic)  # before anything runs on a GPU
-    lock_folder(folder)
+    if not run.measure:
+        lock_folder(folder)
     init_process_group(run.folder)
     watchdog.start(config.safety.collective_timeout)
     dist.share_rows(config.ranks_of_row)
-    check_shared_folder(folder)
-    open_log(folder)
+    if not run.measure:
+        check_shared_folder(folder)
+        open_log(folder)
 
 
 def folder_of(config: StepConfig) -> Path:
@@ -85,7 +88,7 @@ def begin_run(
 
     The folder of a training run is only checked here; `open_session` prepares it, which knows the
     checkpoint. That of `--validate_only`, which has no checkpoint, is prepared at once. With
-    `--dry_run` nothing but `check` runs.
+    `--dry_run` the folder is not looked at, and without `--measure` nothing but `check` runs.
 
     Args:
         config: the flags.
@@ -120,23 +123,36 @@ def begin_run(
             # checks of features, outside of this machine too; collective
             for begin_training in hooks("runs.begin_training"):
                 begin_training(config)
+    if not run.only_checks:
         seed_everything(run.seed)
         _check_dtype(run.dtype)
     return dist.device(), folder
 
 
 def end_dry_run(run: RunFlags, resume: str, steps: int | None) -> None:
-    """End a run with `--dry_run` (`StopRequested`), after its last checks; `steps` None: nothing is
-    trained."""
+    """End a run with `--dry_run` (`StopRequested`), after its last checks, unless it measures;
+    `steps` None: nothing is trained."""
     if steps is not None and run.profile is not None and run.profile > steps:
         raise UserError(f"--profile {run.profile}: this run has {steps} steps; name one of them")
+    if run.measure and steps is None:
+        raise UserError("--measure measures a step of training: omit --validate_only")
     if run.dry_run:
         if resume not in (AUTO, NEVER) and not os.path.isdir(resume):
             raise UserError(f"--resume {resume}: there is no such folder{nearest_path(resume)}")
+    if run.only_checks:
         raise StopRequested(
             f"dry run for {counted(dist.world_size(), 'rank')}: flags, models and data are valid;"
             f" no weight was read, and nothing was written to {run.folder}"
         )
+
+
+def end_measured_run(run: RunFlags, measured: str) -> NoReturn:
+    """Log what a run with `--measure` has measured, and end it (`StopRequested`)."""
+    logger().info(measured)
+    raise StopRequested(
+        f"dry run for {counted(dist.world_size(), 'rank')}: flags, models and data are valid;"
+        f" nothing was written to {run.folder}"
+    )
 
 
 def _check_dtype(dtype: str) -> None:

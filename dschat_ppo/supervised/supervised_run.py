@@ -41,9 +41,17 @@ from dschat_ppo.models.weight_headers import checkpoint_shapes
 from dschat_ppo.monitor.early_stop import warn_of_few_evaluations
 from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.nonfinite import NonFinitePolicy, recorders_of
+from dschat_ppo.planner.step_time import fit_time
 from dschat_ppo.run.output_folder import KeptModels, remove_checkpoints
 from dschat_ppo.run.run_models import check_further_models, check_language_model
-from dschat_ppo.run.session import Session, begin_run, end_dry_run, naming, open_session
+from dschat_ppo.run.session import (
+    Session,
+    begin_run,
+    end_dry_run,
+    end_measured_run,
+    naming,
+    open_session,
+)
 from dschat_ppo.run.start_and_end import (
     changes_of,
     log_samples,
@@ -53,6 +61,7 @@ from dschat_ppo.run.start_and_end import (
     text_between,
     write_validation,
 )
+from dschat_ppo.supervised.measure_steps import measure_steps
 from dschat_ppo.supervised.objective import score_rows
 from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
 from dschat_ppo.supervised.training_plan import plan_batches, show_supervised_batches
@@ -75,7 +84,7 @@ class SupervisedRun:
     tokenizer: PreTrainedTokenizerBase
     rows: TokenRows
     output: Path
-    session: Session | None  # None: --validate_only
+    session: Session | None  # None: --validate_only, --measure
     ds_config: Config
     nonfinite: NonFinitePolicy
     config: FitConfig
@@ -116,6 +125,7 @@ def begin_supervised_run(config: FitConfig, name: str, title: str) -> Supervised
         if config.run.dry_run:
             show_supervised_batches(name, plan, config)
         end_dry_run(config.run, config.safety.resume, plan.total_steps)
+    if not fit.validate_only and not config.run.measure:
         models = [(MODEL, folder)]
         for model in config.further_models:
             models.append((model.label, further_folders[model.role]))
@@ -211,6 +221,12 @@ def train_and_save(
     config = run.config
     session = run.session
     started = time.perf_counter()
+    if config.run.measure:
+        announce("measure")
+        plan = trainer.plan
+        accumulation = config.fit.gradient_accumulation_steps
+        time_of_step = fit_time(measure_steps(trainer), accumulation, plan.total_steps)
+        end_measured_run(config.run, str(time_of_step))
     if session is None:
         announce("evaluate")
         return write_validation(output, trainer.evaluate(), time.perf_counter() - started)

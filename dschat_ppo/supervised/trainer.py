@@ -64,6 +64,8 @@ from dschat_ppo.supervised.passes import filled_up, passes_for
 from dschat_ppo.supervised.training_plan import plan_batches
 from dschat_ppo.types import Engine
 
+MEASURED_STEPS = 4  # of the data, whose lengths differ (`--measure`)
+
 
 class SupervisedTrainer(Generic[Batch]):
     """Trains one model on rows. A `Resumable`: its state can be saved between two optimizer steps.
@@ -83,6 +85,7 @@ class SupervisedTrainer(Generic[Batch]):
         self.fit = fit
         self.seed = config.run.seed
         self.console = config.console
+        self.is_measured = config.run.measure
         self.nonfinite = nonfinite or NonFinitePolicy(config.safety)
         self.packing: PackingPlan | None = None
         if fit.packing:
@@ -250,6 +253,10 @@ class SupervisedTrainer(Generic[Batch]):
         steps = 0
         if not fit.validate_only:
             steps = min(self.plan.total_steps, self.plan.steps_per_epoch)
+        eval_batches = fit.eval_iters
+        if self.is_measured:
+            steps = min(steps, MEASURED_STEPS)
+            eval_batches = 1
         count = steps * self.plan.global_batch
         if self.packing is None:
             order = list(chunked_order(self.rows.train, self.seed, 0))
@@ -258,8 +265,8 @@ class SupervisedTrainer(Generic[Batch]):
             order = [sample for samples in packed_rows for sample in samples]
             count = sum(map(len, packed_rows[:count]))
         evaluated = None
-        if self.rows.eval is not None and fit.eval_iters:
-            evaluated = range(min(len(self.rows.eval), fit.eval_iters * batch))
+        if self.rows.eval is not None and eval_batches:
+            evaluated = range(min(len(self.rows.eval), eval_batches * batch))
         return UsedRows(order[: -(-count // batch) * batch], evaluated)
 
     def train_step(
