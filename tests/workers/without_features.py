@@ -95,7 +95,7 @@ def digest(output: Path) -> str:
         numbers = json.loads(line)
         kept = {name: numbers[name] for name in numbers if not any(w in name for w in OF_TIME)}
         hashed.update(json.dumps(kept, sort_keys=True).encode())
-    for file in sorted(output.rglob("*.safetensors")):
+    for file in sorted(output.rglob("model*.safetensors")):
         for name, tensor in sorted(load_file(file).items()):
             hashed.update(name.encode() + tensor.numpy().tobytes())
     return hashed.hexdigest()
