@@ -71,7 +71,8 @@ class PPOState:
         one, and with a record."""
         self.critic_pass = None
         if outcome.actor is not None and outcome.actor.recorded is not None:
-            self._keep_tokens(outcome.actor.recorded, outcome.actor.step_loss.constants)
+            is_applied = "actor" in outcome.grad_norms
+            self._keep_tokens(outcome.actor.recorded, outcome.actor.step_loss.constants, is_applied)
         for sums in outcome.sums:
             # ranks that share rows count each of them once
             self.sums.merge(sums.scaled(1 / dist.ranks_of_row()))
@@ -91,14 +92,16 @@ class PPOState:
             self.actor_updates += 1
         self.updates_ended = outcome.ends_step
 
-    def _keep_tokens(self, recorded: RecordedTokens, constants: Mapping[str, Any]) -> None:
-        """Keep old log-probs that an update has computed, and its tokens for a record.
-        Collective."""
+    def _keep_tokens(
+        self, recorded: RecordedTokens, constants: Mapping[str, Any], is_applied: bool
+    ) -> None:
+        """Keep old log-probs that an update has computed, and, if it was applied, its tokens for a
+        record. Collective."""
         assert self.experience is not None
         tokens = {name: recorded.gathered(name, self.experience) for name in recorded.names}
         if self.experience.old_logprobs is None:
             self.experience = replace(self.experience, old_logprobs=tokens["logprobs"])
-        if "losses" in tokens:
+        if "losses" in tokens and is_applied:
             self.update_tokens.append(
                 UpdateTokens(tokens, constants["denominators"], constants["entropy_coef"])
             )

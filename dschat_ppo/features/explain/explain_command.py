@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from dschat_ppo.common.atomic_files import storage_errors, write_file
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, counted
 from dschat_ppo.features.explain.record_files import (
     FOLDER,
     RecordedRow,
@@ -86,7 +86,7 @@ def _check_update(row: RecordedRow, number: int | None) -> None:
     """Raise `UserError` for an update that the row does not have."""
     count = sum(bool(update["trained"].any()) for update in row.updates)
     if number is not None and not 1 <= number <= count:
-        raise UserError(f"--update {number}: the row is in {count} updates of the actor")
+        raise UserError(f"--update {number}: the row is in {counted(count, 'update')} of the actor")
 
 
 def _slice_of(text: str) -> slice:

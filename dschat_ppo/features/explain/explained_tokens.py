@@ -29,7 +29,8 @@ class ExplainedToken:
     Attributes:
         piece: its text.
         is_chosen: whether the policy chose it; no loss touches the others, which are observations.
-        numbers: of `QUANTITIES`, by name; None for a quantity that the run does not have.
+        numbers: of `QUANTITIES`, by name; None for a quantity that the run does not have, and for
+            one that is not finite.
         ratio: of the policy in the forward pass of the update to the one that sampled.
         why: what the loss made of it.
         is_thought: whether it is inside <think> and </think>.
@@ -88,7 +89,7 @@ def explained_tokens(
         quantities: dict[str, float | None] = {}
         for name in QUANTITIES:
             quantities[name] = None
-            if is_chosen and name in columns:
+            if is_chosen and name in columns and math.isfinite(columns[name][position]):
                 quantities[name] = float(columns[name][position])
         ratio = None
         share = None

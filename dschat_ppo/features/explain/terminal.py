@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from dschat_ppo.common.paths import SAMPLES
+from dschat_ppo.errors import counted
 from dschat_ppo.features.explain.explained_tokens import (
     ExplainedToken,
     explained_tokens,
@@ -56,9 +57,8 @@ def row_lines(
         run = _run_of(left, shows_thoughts)
         if not token.is_chosen:
             text = one_line("".join(tokens[at].piece for at, _ in run))
-            lines.append(
-                f"{position:>4} {_piece(text)}   observation of {_tokens(len(run))}: not trained"
-            )
+            length = counted(len(run), "token")
+            lines.append(f"{position:>4} {_piece(text)}   observation of {length}: not trained")
         elif token.is_thought and not shows_thoughts:
             lines.append(f"{position:>4} {_piece('<think>')}   {_folded_thought(run)}")
         else:
@@ -141,12 +141,12 @@ def _folded_thought(run: Sequence[tuple[int, ExplainedToken]]) -> str:
     advantages = [token.numbers["advantage"] for _, token in run]
     known = [advantage for advantage in advantages if advantage is not None]
     if not known:
-        return f"thought of {_tokens(len(run))} (--thoughts shows them)"
+        return f"thought of {counted(len(run), 'token')} (--thoughts shows them)"
     mean = sum(known) / len(known)
     largest = max(known, key=abs)
     return (
-        f"thought of {_tokens(len(run))}: A {mean:+.3f} in the mean, {largest:+.3f} the largest"
-        " (--thoughts shows them)"
+        f"thought of {counted(len(run), 'token')}: A {mean:+.3f} in the mean,"
+        f" {largest:+.3f} the largest (--thoughts shows them)"
     )
 
 
@@ -159,10 +159,6 @@ def _number(value: float | None, width: int, form: str) -> str:
     if value is None:
         return f"{'-':>{width}}"
     return f"{value:{form}}".rjust(width)
-
-
-def _tokens(count: int) -> str:
-    return "1 token" if count == 1 else f"{count} tokens"
 
 
 def _source_scores(row: RecordedRow, step: RecordedStep) -> str:

@@ -79,13 +79,6 @@ def fold_out(row: RecordedRow, step: RecordedStep, is_open: bool = False) -> str
     tokens = explained_tokens(row, step, update)
     scales = {name: _largest_size(tokens, name) for name in QUANTITIES}
     present = [name for name, scale in scales.items() if scale is not None]
-    options = "".join(f'<option value="{name}">{LABELS[name]}</option>' for name in present)
-    limits = "".join(
-        f'<span class="scale" data-of="{name}"{"" if name == present[0] else " hidden"}>'
-        f"{LABELS[name]} from -{scales[name]:.3g} (−) to +{scales[name]:.3g} (+), 0 has no colour"
-        "</span>"
-        for name in present
-    )
     prompt = escape("".join(row.prompt[-PROMPT_TOKENS:]))
     if len(row.prompt) > PROMPT_TOKENS:
         folded = escape("".join(row.prompt[:-PROMPT_TOKENS]))
@@ -94,12 +87,30 @@ def fold_out(row: RecordedRow, step: RecordedStep, is_open: bool = False) -> str
         f'<details class="tokens" data-key="tokens {step.step} {row.index}"'
         f"{' open' if is_open else ''}><summary>Tokens</summary>"
         f'<p class="quiet">{escape(title(row, step, update))}</p>'
-        f'<p class="quiet"><label>Colour <select class="quantity">{options}</select></label>'
-        f" {limits}</p>"
-        f'<p class="text quiet">{prompt}</p>'
-        f'<p class="text">{_spans(tokens, scales, present)}</p>'
+        f"{_settings(scales, present)}"
+        f'<div class="text quiet">{prompt}</div>'
+        f'<div class="text">{_spans(tokens, scales, present)}</div>'
         f'<p class="quiet">where A comes from: {escape(advantage_sentence(row, step))}</p>'
         "</details>"
+    )
+
+
+def _settings(scales: dict[str, float | None], present: Sequence[str]) -> str:
+    """What chooses the quantity that the colours show; nothing for a row without numbers."""
+    if not present:
+        return ""
+    options = ""
+    limits = ""
+    for name in present:
+        options += f'<option value="{name}">{LABELS[name]}</option>'
+        hidden = "" if name == present[0] else " hidden"
+        limits += (
+            f'<span class="scale" data-of="{name}"{hidden}>{LABELS[name]} from -{scales[name]:.3g}'
+            f" (−) to +{scales[name]:.3g} (+), 0 has no colour</span>"
+        )
+    return (
+        '<p class="quiet"><label>Colour'
+        f' <select class="quantity">{options}</select></label> {limits}</p>'
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from report_runs import SAMPLE, ppo_lines, write_run
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from dschat_ppo.algorithms.advantage_estimators import ESTIMATORS
@@ -160,7 +161,10 @@ def test_thoughts_are_folded(tmp_path, capsys, pieces, inside):
     [
         (["--step", "13"], "record has no step 13; recorded: 1, 2"),
         (["--step", "1", "--row", "9"], "--row 9: step 1 has the recorded rows 3"),
-        (["--step", "1", "--row", "3", "--update", "2"], "--update 2: the row is in 1 updates"),
+        (
+            ["--step", "1", "--row", "3", "--update", "2"],
+            "--update 2: the row is in 1 update",
+        ),
         (["--step", "1", "--row", "3", "--tokens", "a"], "--tokens a: expected FROM:TO"),
     ],
 )
@@ -218,6 +222,24 @@ def test_a_report_has_the_tokens_of_its_samples(tmp_path):
     for shade, piece in ((8, "17"), (2, " &lt;b&gt;"), (4, "⟨im_end⟩")):
         element = text[: text.index(f">{piece}</span>")].rsplit("<span", 1)[1]
         assert f'data-shades="{shade} ' in element
+
+
+def test_a_row_without_a_chosen_token_is_shown_as_an_observation(tmp_path, capsys):
+    """An episode whose environment ended before the model's first token."""
+    path = write_record(tmp_path)
+    with safe_open(path, "numpy") as file:
+        names = list(file.keys())
+        tensors = {name: file.get_tensor(name) for name in names}
+        metadata = file.metadata()
+    nothing = np.zeros(4, dtype=bool)
+    tensors["tokens.chosen"] = tensors["tokens.loss_mask"] = nothing
+    tensors["tokens.update_0.trained"] = np.zeros(4)
+    save_file(tensors, path, metadata)
+    text = shown(capsys, tmp_path, "--step", 1, "--row", 3)
+    assert "observation of 4 tokens: not trained" in text
+    shown(capsys, tmp_path, "--step", 1, "--html", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert page.count('class="observed"') == 4 and "<select" not in page
 
 
 def test_the_first_and_the_newest_steps_stay_in_a_report(tmp_path, monkeypatch):
