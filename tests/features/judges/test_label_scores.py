@@ -144,7 +144,21 @@ def test_a_full_disk_of_one_rank_ends_all_and_a_judge_is_named_as_one(monkeypatc
         RewardFunctionError, match="correct the template of the judge, its settings"
     ):
         mixture.count_failed_rows(refuse_all=True)
-    full = StorageError("step_000003.jsonl: no space left")
-    monkeypatch.setattr(dist, "gather_objects", lambda value: [value, full])  # of rank 1
-    with pytest.raises(StorageError, match="no space left"):
+    full = StorageError("rank_0.jsonl: no space left")
+    gathered = []
+
+    def of_both_ranks(value):
+        gathered.append(value)
+        return [None, full]
+
+    monkeypatch.setattr(dist, "gather_objects", of_both_ranks)
+    with pytest.raises(StorageError, match="no space left"):  # that of rank 1
         mixture(request(["one"]), rollout)
+
+    def fails(questions):
+        raise full
+
+    judge.reader.logprobs = fails
+    with pytest.raises(StorageError, match="no space left"):
+        mixture(request(["two"]), rollout)
+    assert gathered == [None, full]  # its own problem reaches the others
