@@ -83,6 +83,7 @@ setup(
         "qlora": ["peft>=0.20.0,<1", "bitsandbytes>=0.46.1"],
         "math": ["math-verify"],
         "plot": ["matplotlib"],
+        "notebook": ["ipykernel", "jupyterlab", "matplotlib", "nbclient"],
         "docs": [
             "mkdocs>=1.6,<2",
             "mkdocs-material>=9.6,<10",
