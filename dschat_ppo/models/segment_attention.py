@@ -147,9 +147,10 @@ def varlen_attention(
     """PyTorch's variable-length FlashAttention over the segments of one row: (1, heads, T, d) ->
     (1, T, heads, d)."""
     bounds = segments.varlen(query.device)
-    queries = query[0].transpose(0, 1).contiguous()  # (T, heads, d)
-    keys = key[0].transpose(0, 1).contiguous()
-    values = value[0].transpose(0, 1).contiguous()
+    # Not `query[0]`: the gradient of an index is a tensor of zeros and a copy into it.
+    queries = query.squeeze(0).transpose(0, 1).contiguous()  # (T, heads, d)
+    keys = key.squeeze(0).transpose(0, 1).contiguous()
+    values = value.squeeze(0).transpose(0, 1).contiguous()
     if bounds.columns is not None:
         # a shared key's gradients add up in fp32, always in one order
         keys = keys[bounds.columns]
