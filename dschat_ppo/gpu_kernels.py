@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 _PROGRAMS = 512  # that share the sums of a norm's weight gradient
+_NUMBERS = 2048  # that such a program holds at a time: several rows where these are short
 _COLUMNS = 1024  # of one program of a gated product
 
 
@@ -50,7 +51,8 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normal
 
 
-@triton.jit
+# one kernel for all numbers of rows: a `steps` of 1 would be a kernel of its own
+@triton.jit(do_not_specialize=["rows", "steps"])
 def _norm_backward_kernel(  # noqa: PLR0913
     states,
     weight,
@@ -58,28 +60,31 @@ def _norm_backward_kernel(  # noqa: PLR0913
     of_states,
     of_weight,
     rows,
+    steps,
     width,
     eps,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    columns = tl.arange(0, BLOCK)
+    program = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)[None, :]
     w = tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)
-    sums = tl.zeros((BLOCK,), tl.float32)
-    for step in range(ROWS):
-        row_index = tl.program_id(0).to(tl.int64) * ROWS + step
-        inside = columns < tl.where(row_index < rows, width, 0)
-        row = row_index * width
-        x = tl.load(states + row + columns, mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(gradient + row + columns, mask=inside, other=0.0).to(tl.float32)
-        r = tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
+    sums = tl.zeros((ROWS, BLOCK), tl.float32)
+    step = 0
+    while step < steps:  # Triton's interpreter has no `range` of an argument
+        row = (program * steps + step) * ROWS + tl.arange(0, ROWS)[:, None]
+        inside = (columns < width) & (row < rows)
+        at = row * width + columns
+        x = tl.load(states + at, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+        r = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / width + eps)
         n = x * r
         sums += g * n
-        of_x = r * (w * g - n * (tl.sum(n * w * g, axis=0) / width))
-        tl.store(of_states + row + columns, of_x.to(of_states.dtype.element_ty), mask=inside)
-    tl.store(
-        of_weight + tl.program_id(0).to(tl.int64) * width + columns, sums, mask=columns < width
-    )
+        of_x = r * (w * g - n * (tl.sum(n * w * g, axis=1, keep_dims=True) / width))
+        tl.store(of_states + at, of_x.to(of_states.dtype.element_ty), mask=inside)
+        step += 1
+    total = tl.sum(sums, axis=0)[None, :]
+    tl.store(of_weight + program * width + columns, total, mask=columns < width)
 
 
 def rms_norm_backward(
@@ -90,22 +95,24 @@ def rms_norm_backward(
     width = states.shape[-1]
     rows = states.numel() // width
     block = triton.next_power_of_2(width)
-    # each value compiles a kernel
-    chunk = triton.next_power_of_2(max(1, triton.cdiv(rows, _PROGRAMS)))
+    row_block = max(1, _NUMBERS // block)
+    steps = max(1, triton.cdiv(rows, _PROGRAMS * row_block))
+    programs = triton.cdiv(rows, steps * row_block)
     # programs share none
-    sums = states.new_empty(triton.cdiv(rows, chunk), width, dtype=torch.float32)
-    _norm_backward_kernel[(len(sums),)](
+    sums = states.new_empty(programs, width, dtype=torch.float32)
+    _norm_backward_kernel[(programs,)](
         states,
         weight,
         gradient,
         of_states,
         sums,
         rows,
+        steps,
         width,
         eps,
-        chunk,
+        row_block,
         block,
-        num_warps=_warps(block),
+        num_warps=_warps(row_block * block),
     )
     return of_states, sums.sum(dim=0).to(weight.dtype)
 

@@ -45,6 +45,10 @@ from dschat_ppo.models.backbone import unfit
 
 _log = logging.getLogger(__name__)
 
+# of rows that a comparison of the kernels has; those of an MLP may be wider than any norm
+WIDEST_NORM = 16384
+LARGEST_HEAD = 256
+
 # under the names that `gpu_kernels` gives its own
 CPU_KERNELS = SimpleNamespace(
     rms_norm=operations.cpu_rms_norm,
@@ -58,50 +62,57 @@ CPU_KERNELS = SimpleNamespace(
 def kernels_for(*tensors: Tensor) -> Any:
     """The kernels that run these tensors: `CPU_KERNELS`, the module `gpu_kernels`, or None. On the
     meta device, where the planner counts what layers save for their backward pass, those of the
-    CPU."""
+    CPU: Triton's save the same."""
     if can_run(*tensors):
         return CPU_KERNELS
     dtype = tensors[0].dtype
-    if dtype in operations.DTYPES and all(x.is_meta and x.dtype == dtype for x in tensors):
+    if all(x.is_meta and x.dtype == dtype for x in tensors):
         return CPU_KERNELS
     if all(x.is_cuda and type(x) in (Tensor, nn.Parameter) and x.dtype in HALF for x in tensors):
-        return _triton_kernels(tensors[0].device, dtype)
+        return _triton_kernels(tensors[0].device, dtype, tensors[0].shape[-1])
     return None
 
 
 @cache
-def _triton_kernels(device: torch.device, dtype: torch.dtype) -> Any:
-    """Triton's kernels, if they compute what PyTorch's operations compute on this GPU; else None,
-    with a warning."""
-    with attempt() as tried:
+def _triton_kernels(device: torch.device, dtype: torch.dtype, width: int) -> Any:
+    """Triton's kernels, if they compute what PyTorch's operations compute on this GPU with rows of
+    `width` numbers, as the model's are: how many threads share the sums of a row depends on it.
+    Else None, with a warning."""
+    # the saved tensors of a comparison are not those of a checkpoint around it
+    kept = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+    with attempt() as tried, kept:
         from dschat_ppo import gpu_kernels  # builds of PyTorch for CPUs have no Triton
 
-        for name, output, expected in kernel_outputs(gpu_kernels, device, dtype):
+        for name, output, expected in kernel_outputs(gpu_kernels, device, dtype, width):
             expected = expected.detach()
             difference = float((output.double() - expected).norm() / expected.norm())
             if not difference <= torch.finfo(dtype).eps:
                 raise ArithmeticError(f"{name} is off by {difference:.2g}")
     reason = unfit(tried)
     if reason:
-        _log.warning(f"Triton's kernels cannot be used: {reason}; layers are slower")
+        _log.warning(
+            f"Triton's kernels cannot be used for rows of {width}: {reason}; layers are slower"
+        )
         return None
     return gpu_kernels
 
 
 def kernel_outputs(
-    kernels: Any, device: torch.device, dtype: torch.dtype
+    kernels: Any, device: torch.device, dtype: torch.dtype, width: int
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """What each of the `kernels` computes from random numbers, and the same by PyTorch in fp64:
-    (name, output, expected)."""
+    """What each of the `kernels` computes from random rows of `width` numbers, and the same by
+    PyTorch in fp64: (name, output, expected). Rotations where heads can have that width."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
     with torch.enable_grad():
-        yield from _norm_outputs(kernels, random)
-        yield from _gated_outputs(kernels, random)
-        yield from _rotation_outputs(kernels, random)
+        if width <= WIDEST_NORM:
+            yield from _norm_outputs(kernels, random, width)
+        yield from _gated_outputs(kernels, random, width)
+        if width <= LARGEST_HEAD and width % 2 == 0:
+            yield from _rotation_outputs(kernels, random, width)
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -110,12 +121,12 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _norm_outputs(
-    kernels: Any, random: Callable[..., Tensor]
+    kernels: Any, random: Callable[..., Tensor], width: int
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """`kernel_outputs` of RMSNorm and its gradients."""
-    states = random(5, 96)
-    weight = random(96)
-    gradient = random(5, 96)
+    states = random(5, width)
+    weight = random(width)
+    gradient = random(5, width)
     x = _wide(states)
     w = _wide(weight)
     exact = w * x * torch.rsqrt(x.pow(2).mean(dim=1, keepdim=True) + 1e-6)
@@ -127,11 +138,11 @@ def _norm_outputs(
 
 
 def _gated_outputs(
-    kernels: Any, random: Callable[..., Tensor]
+    kernels: Any, random: Callable[..., Tensor], width: int
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """`kernel_outputs` of SwiGLU and its gradients."""
-    gradient = random(5, 96)
-    gate, up = random(5, 192).chunk(2, dim=1)
+    gradient = random(5, width)
+    gate, up = random(5, 2 * width).chunk(2, dim=1)
     a = _wide(gate)
     b = _wide(up)
     exact = nn.functional.silu(a) * b
@@ -143,12 +154,13 @@ def _gated_outputs(
 
 
 def _rotation_outputs(
-    kernels: Any, random: Callable[..., Tensor]
+    kernels: Any, random: Callable[..., Tensor], width: int
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """`kernel_outputs` of Rotations, their gradients, and those of queries and keys together."""
-    queries = random(2, 5, 3, 24)
-    gradient = random(2, 5, 3, 24)
-    angles = random(2, 3, 24)
+    half = width // 2
+    queries = random(2, 5, 3, width)
+    gradient = random(2, 5, 3, width)
+    angles = random(2, 3, width)
     cos = angles.cos()
     sin = angles.sin()
     # angles of each row, and the same for all; the two halves of a head have different ones
@@ -156,12 +168,12 @@ def _rotation_outputs(
         x = _wide(queries)
         c = cos[:rows, None].double()
         s = sin[:rows, None].double()
-        exact = x * c + torch.cat([-x[..., 12:], x[..., :12]], dim=3) * s
+        exact = x * c + torch.cat([-x[..., half:], x[..., :half]], dim=3) * s
         yield "a rotation", kernels.rotated(queries, cos[:rows], sin[:rows]), exact
         output = kernels.rotated(gradient, cos[:rows], sin[:rows], back=True)
         [expected] = torch.autograd.grad(exact, x, gradient.double())
         yield "the gradient of a rotation", output, expected
-    # (6, 5, 24): 3 heads of queries, 1 of keys and 1 of values of each token
+    # (6, 5, width): 3 heads of queries, 1 of keys and 1 of values of each token
     heads = queries.transpose(1, 2).flatten(0, 1)
     rotated = kernels.rotated(queries, cos, sin).transpose(1, 2).flatten(0, 1)
     query_key_value = kernels.rotated_heads(

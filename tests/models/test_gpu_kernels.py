@@ -12,6 +12,7 @@ import pytest
 import torch
 from tiny_models import new_model
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers.models.llama import modeling_llama as llama
 
 import dschat_ppo
@@ -32,16 +33,33 @@ def kernels():
     return gpu_kernels
 
 
+# heads, hidden states and an MLP of Qwen2 0.5B to 14B: one to sixteen groups of threads for a row
+@pytest.mark.parametrize("width", [24, 64, 96, 128, 896, 1536, 3584, 5120, 8960])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_each_kernel_is_as_close_to_fp64_as_its_number_format_allows(dtype, kernels, monkeypatch):
-    monkeypatch.setattr(kernels, "_PROGRAMS", 2)  # so that one has several rows
-    for name, found, exact in kernel_outputs(kernels, CPU, dtype):
+def test_each_kernel_is_as_close_to_fp64_as_its_number_format_allows(
+    dtype, width, kernels, monkeypatch
+):
+    monkeypatch.setattr(kernels, "_PROGRAMS", 2)  # so that one has several steps
+    for name, found, exact in kernel_outputs(kernels, CPU, dtype, width):
         error = (found.double() - exact.detach()).norm() / exact.detach().norm()
         assert error < torch.finfo(dtype).eps, name
 
 
 def drawn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
+
+
+@pytest.mark.parametrize(("rows", "width"), [(5, 96), (300, 128), (70, 64), (33, 1536)])
+def test_a_norms_gradients_of_several_rows_at_a_time(rows, width, kernels, monkeypatch):
+    """Rows that fill neither the last step of a program nor the last program."""
+    monkeypatch.setattr(kernels, "_PROGRAMS", 3)
+    states, weight, gradient = drawn(rows, width), drawn(width, seed=1), drawn(rows, width, seed=2)
+    x, w = states.double().requires_grad_(), weight.double().requires_grad_()
+    exact = nn.functional.rms_norm(x, (width,), w, 1e-6)
+    expected = torch.autograd.grad(exact, [x, w], gradient.double())
+    found = kernels.rms_norm_backward(states, weight, gradient, 1e-6)
+    for got, right in zip(found, expected, strict=True):
+        assert (got.double() - right).norm() < 1e-3 * right.norm()
 
 
 def test_no_rows_have_no_gradient(kernels):
@@ -81,7 +99,8 @@ from dschat_ppo import gpu_kernels
 
 KINDS = {"p": "*bf16", "f": "*fp32", "i": "i32", "x": "fp32"}
 SIGNATURES = {  # types of the arguments, and sizes that are known when a kernel is compiled
-    "_norm_kernel": ("p p p i x", [1024]), "_norm_backward_kernel": ("p p p p f i i x", [16, 2048]),
+    "_norm_kernel": ("p p p i x", [1024]),
+    "_norm_backward_kernel": ("p p p p f i i i x", [16, 128]),
     "_rotation_kernel": ("p p p p i i i i i", [True, 16, 32]), "_gated_kernel": ("p p p i i",
     [1024]),
     "_gated_backward_kernel": ("p p p p p i", [1024]),
@@ -109,10 +128,11 @@ def test_they_compile_for_gpus(tmp_path):
 def test_which_kernels_run():
     half = torch.ones(2, 2).bfloat16()
     assert kernels_for(half) in (fast_layers.CPU_KERNELS, None)  # None without a compiler
-    assert kernels_for(half.to("meta")) is fast_layers.CPU_KERNELS
-    assert all(
-        kernels_for(x, x.float()) is None is kernels_for(x.half()) for x in (half, half.to("meta"))
-    )
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert kernels_for(half.to("meta", dtype)) is fast_layers.CPU_KERNELS
+    for x in (half, half.to("meta")):
+        assert kernels_for(x, x.float()) is None
+    assert kernels_for(half.half()) is None
 
 
 @pytest.mark.parametrize("broken", ["swiglu", "rotated_heads", None])
@@ -123,9 +143,40 @@ def test_kernels_that_compute_something_else_are_not_used(broken, kernels, monke
         functions[broken] = lambda *given: tuple(1.01 * part for part in original(*given))
     monkeypatch.setattr(dschat_ppo, "gpu_kernels", SimpleNamespace(**functions), raising=False)
     monkeypatch.setattr(logging.getLogger("dschat_ppo"), "propagate", True)
-    found = fast_layers._triton_kernels.__wrapped__(CPU, torch.float16)
+    found = fast_layers._triton_kernels.__wrapped__(CPU, torch.float16, 64)
     assert (found is None) is (broken is not None)
     assert ("Triton's kernels cannot be used" in caplog.text) is (broken is not None)
+
+
+def test_a_norm_is_compared_at_the_width_of_the_model(kernels, monkeypatch, caplog):
+    """One that sums a first group of threads alone is right where a row has no other."""
+    functions = {name: getattr(kernels, name) for name in dir(kernels) if not name.startswith("__")}
+
+    def narrow(states, weight, eps):
+        factor = torch.rsqrt(states[..., :256].double().pow(2).mean(-1, keepdim=True) + eps)
+        return (weight * states * factor).half()
+
+    functions["rms_norm"] = narrow
+    monkeypatch.setattr(dschat_ppo, "gpu_kernels", SimpleNamespace(**functions), raising=False)
+    monkeypatch.setattr(logging.getLogger("dschat_ppo"), "propagate", True)
+    assert fast_layers._triton_kernels.__wrapped__(CPU, torch.float16, 96) is not None
+    assert fast_layers._triton_kernels.__wrapped__(CPU, torch.float16, 1536) is None
+    assert "for rows of 1536: it ends with ArithmeticError (a norm is off" in caplog.text
+
+
+def test_a_comparison_in_a_checkpoint_saves_nothing_for_it(kernels, monkeypatch):
+    """The layers run again save what the first pass saved, and not what was compared in it."""
+    monkeypatch.setattr(dschat_ppo, "gpu_kernels", kernels, raising=False)
+    fast_layers._triton_kernels.cache_clear()
+
+    def layer(states):
+        assert fast_layers._triton_kernels(CPU, torch.float16, 64) is not None
+        return states.sin().sin()
+
+    states = torch.ones(3, requires_grad=True)
+    checkpoint(layer, states, use_reentrant=False).sum().backward()
+    fast_layers._triton_kernels.cache_clear()
+    assert states.grad is not None
 
 
 # In layers
