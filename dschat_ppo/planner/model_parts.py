@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from dschat_ppo.algorithms.fused_logprobs import HALF
 from dschat_ppo.config.step_config import StepConfig
+from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.engine.optimizers import further_optimizers
 from dschat_ppo.errors import reading
 from dschat_ppo.models.activation_memory import decoder_layers
@@ -104,7 +106,8 @@ def sizes_of(
     on_gpu: bool = True,
 ) -> ModelSizes:
     """The sizes of a model with a `scalar` head or that of a language model, with the adapter of
-    the `changes`. On a CPU, layers with kernels save less for the backward pass than `on_gpu`.
+    the `changes`. Layers with kernels save less for the backward pass: on a CPU, and `on_gpu` in
+    half precision.
 
     Raises:
         UserError: transformers cannot build the model, it reads numbers in its forward pass and
@@ -133,7 +136,10 @@ def _count_sizes(
         else:
             # a copy, in which transformers notes the format
             model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=DTYPES[dtype])
-    if not on_gpu:
+    with_kernels = tuple(operations.DTYPES)
+    if on_gpu:
+        with_kernels = HALF  # Triton's, if they agree with PyTorch there
+    if DTYPES[dtype] in with_kernels:
         use_fast_layers(model)
     if scalar:
         backbone = model.base_model

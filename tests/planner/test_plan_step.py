@@ -226,16 +226,7 @@ def test_a_proposal_fits_keeps_the_rows_of_an_update_and_needs_each_of_its_flags
 
 def test_host_memory_is_proposed_where_the_device_is_not_enough():
     words, _ = proposed(sft(), {"model": LLAMA_8B}, 2, 80 * GIB, 256 * GIB)
-    assert words == [
-        "--per_device_train_batch_size",
-        "8",
-        "--gradient_accumulation_steps",
-        "2",
-        "--zero_stage",
-        "2",
-        "--offload_optimizer",
-        "True",
-    ]
+    assert words == ["--zero_stage", "2", "--offload_optimizer", "True"]
 
 
 def test_what_needs_more_memory_is_not_taken():
