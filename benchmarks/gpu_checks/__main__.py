@@ -21,9 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gpu_checks.parts import PARTS, Findings, missed
+from gpu_checks.parts import LIMIT, PARTS, Findings, missed
 
-LIMIT = 585  # seconds of all parts
 LEAST = 15  # a part that has less time left does not start
 
 
@@ -115,14 +114,18 @@ def groups_of(names: list[str], tiny: bool) -> list[list[str]]:
 
 
 def main() -> int:
-    lines = [f"  {name:<15}{part.what} (at most {part.seconds} s)" for name, part in PARTS.items()]
+    lines = []
+    for name, part in PARTS.items():
+        if part.extra:
+            lines.append(f"  {name:<15}{part.what} (only where --only names it)")
+        else:
+            lines.append(f"  {name:<15}{part.what} (at most {part.seconds} s)")
+    unasked = [name for name, part in PARTS.items() if not part.extra]
     description = "\n".join([__doc__ or "", "parts:", *lines])
     parser = argparse.ArgumentParser(
         "gpu.sh", None, description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--only", nargs="+", default=list(PARTS), choices=list(PARTS), metavar="PART"
-    )
+    parser.add_argument("--only", nargs="+", default=unasked, choices=list(PARTS), metavar="PART")
     parser.add_argument("--json", type=Path, help="write the findings to this file too")
     parser.add_argument("--limit", type=int, default=LIMIT, help="seconds of all parts together")
     parser.add_argument(

@@ -11,6 +11,12 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from gpu_checks import parts  # noqa: E402
 
 
+def test_the_limits_of_the_parts_leave_time_for_all():
+    unasked = [part for part in parts.PARTS.values() if not part.extra]
+    assert sum(part.seconds for part in unasked) <= parts.LIMIT
+    assert all(target.path.split(".")[0] in parts.PARTS for target in parts.TARGETS)
+
+
 @pytest.mark.release
 @pytest.mark.slow
 def test_a_trial_of_each_kind_of_part(tmp_path):
