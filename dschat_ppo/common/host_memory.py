@@ -12,8 +12,6 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import psutil
-
 # Parameters of glibc's `mallopt`, and their values in bytes.
 TRIM_THRESHOLD = -1
 MMAP_THRESHOLD = -3
@@ -26,13 +24,13 @@ def host_memory(root: Path = Path("/")) -> int:
     """Bytes of host memory: the machine's, or the lowest limit of the cgroups that this process is
     in (a container, a job). `root` is where `proc` and `sys` are."""
     limits = [_integer_in(folder / "memory.max") for folder in _cgroups(root)]
-    return min([psutil.virtual_memory().total, *(limit for limit in limits if limit is not None)])
+    return min([_memory_of_machine().total, *(limit for limit in limits if limit is not None)])
 
 
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes of host memory that can be allocated now: what the machine has free, or the least that
     a cgroup leaves."""
-    available = [psutil.virtual_memory().available]
+    available = [_memory_of_machine().available]
     for folder in _cgroups(root):
         limit = _integer_in(folder / "memory.max")
         used = _integer_in(folder / "memory.current")
@@ -42,6 +40,13 @@ def available_memory(root: Path = Path("/")) -> int:
             stat = dict(line.split(maxsplit=1) for line in lines)
             available.append(max(0, limit - used + int(stat.get("inactive_file", 0))))
     return min(available)
+
+
+def _memory_of_machine() -> Any:
+    """Host memory as psutil reads it."""
+    import psutil  # not at the top, so that --help does not wait for it
+
+    return psutil.virtual_memory()
 
 
 def _cgroups(root: Path) -> Iterator[Path]:

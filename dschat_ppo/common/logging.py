@@ -13,8 +13,6 @@ from contextlib import contextmanager, redirect_stdout
 from functools import cache
 from typing import TextIO
 
-from tqdm import tqdm
-
 from dschat_ppo.common.processes import leave_dead_terminal
 from dschat_ppo.common.ranks import is_main
 from dschat_ppo.errors import escaped, safe_text
@@ -43,6 +41,8 @@ def print_line(line: str) -> None:
     line = safe_text(escaped(line))
     try:
         if sys.stderr.isatty():
+            from tqdm import tqdm  # not at the top, so that --help does not wait for it
+
             tqdm.write(line, file=stdout)
         else:
             print(line, file=stdout, flush=True)
