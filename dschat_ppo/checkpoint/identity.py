@@ -26,11 +26,11 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import checksum
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
+from dschat_ppo.config.feature_flags import feature_notes
 from dschat_ppo.config.run_flags import AUTO, NEVER, WITHOUT_EFFECT, SafetyFlags
 from dschat_ppo.config.step_config import StepConfig, defaults_of, flatten
 from dschat_ppo.data.lazy_rows import LazyRows, TrainingRows
 from dschat_ppo.errors import UserError
-from dschat_ppo.features import hooks
 from dschat_ppo.models.model_folders import CONFIG_FILES
 from dschat_ppo.monitor.writers import is_finished
 
@@ -107,7 +107,7 @@ HARMLESS = frozenset(
         # a model that needs it is refused without it; for others it has no effect
         "resize_vocabulary",
         *WITHOUT_EFFECT,
-        *chain.from_iterable(hooks("flags.HARMLESS")),  # of features
+        *chain.from_iterable(notes.harmless for notes in feature_notes()),
     }
 )
 

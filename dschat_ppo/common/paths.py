@@ -6,7 +6,7 @@ import os
 from itertools import chain
 from pathlib import Path
 
-from dschat_ppo.features import hooks
+from dschat_ppo.config.feature_flags import feature_notes
 
 CONFIG = "config.yaml"
 RESULT = "result.json"
@@ -19,9 +19,12 @@ REPORT = "report.html"
 LOCK = ".lock"  # held while a run writes to the folder
 # of `--validate_only`: inside --output_dir, where no run of training looks for outputs
 VALIDATION = "validation"
-# Folders of the models that step 3 saves, by role. A feature that has a model follow the actor
-# offers the names of such roles as `flags.FOLLOWING_ROLES`.
-PPO_ROLES = ("actor", "critic", *chain(*hooks("flags.FOLLOWING_ROLES")))
+# folders of the models that step 3 saves, by role
+PPO_ROLES = (
+    "actor",
+    "critic",
+    *chain.from_iterable(notes.saved_roles for notes in feature_notes()),
+)
 
 
 def shown_path(path: str | Path) -> str:

@@ -11,17 +11,17 @@ from typing import Any
 
 import yaml
 
+from dschat_ppo.config.feature_flags import FeatureFlags, feature_groups
 from dschat_ppo.config.flag_parser import FlagParser, flag_parser
 from dschat_ppo.config.help_text import asked_for_help, help_text
 from dschat_ppo.config.other_trainers import trains_critic, what_to_use
-from dschat_ppo.config.ppo_config import PPOConfig, other_sources_of_learning
+from dschat_ppo.config.ppo_config import PPOConfig, names_of_teachings
 from dschat_ppo.config.run_flags import WITHOUT_EFFECT
 from dschat_ppo.config.schema import read_settings, require
 from dschat_ppo.config.step_config import (
     StepConfig,
     core_groups_of,
     defaults_of,
-    feature_groups_of,
     flatten,
 )
 from dschat_ppo.config.supervised_config import DPOConfig, PreferenceConfig, SFTConfig
@@ -100,8 +100,8 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
     """
     step = STEPS[step_name]
     groups = core_groups_of(step)
-    feature_groups = feature_groups_of(step)
-    all_groups = [*groups.values(), *feature_groups]
+    groups_of_features = feature_groups(step.kind)
+    all_groups = [*groups.values(), *groups_of_features]
     parser = flag_parser(all_groups, add_help=False)
     parser.helps_by_name = True
     parser.advice = partial(
@@ -132,7 +132,8 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
         return group(**{field.name: values[field.name] for field in dataclasses.fields(group)})
 
     groups_of_values = {name: with_values(group) for name, group in groups.items()}
-    return step(**groups_of_values, features=tuple(map(with_values, feature_groups)))
+    features = FeatureFlags(tuple(map(with_values, groups_of_features)))
+    return step(**groups_of_values, features=features)
 
 
 def _parse_with_file(parser: FlagParser, argv: Sequence[str]) -> dict[str, Any]:
@@ -200,7 +201,7 @@ def _missing(fields: Sequence[dataclasses.Field[Any]], values: dict[str, Any]) -
     )
     if missing and values.get("use_reward_model") and not has_reward_model:
         ways = "--reward_function"
-        alone = other_sources_of_learning(values)
+        alone = names_of_teachings(values.get)
         if alone:
             ways += f", or with --advantage_estimator none to learn from {alone} alone"
         missing.append(f"--critic_model_name_or_path (or --use_reward_model False with {ways})")

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from dschat_ppo.config.schema import check_values, flag, positive, require
 from dschat_ppo.errors import UserError
 
-DATA_FORMATS = Literal[  # features add some: `choices.CHOICES`
+DATA_FORMATS = Literal[  # features add some: `FlagNotes.choices`
     "auto",
     "prompt_response",
     "messages",

@@ -18,9 +18,9 @@ from functools import partial
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
+from dschat_ppo.config.feature_flags import feature_notes
 from dschat_ppo.config.schema import RANGES, default_of, is_own_function, types_of
 from dschat_ppo.errors import UserError, printable_line
-from dschat_ppo.features import hooks
 
 # Values that other trainers take -> what to use.
 THEIR_VALUES = {
@@ -339,7 +339,7 @@ def flag_parser(groups: Iterable[Any], **settings: Any) -> FlagParser:
     text takes them between commas or spaces. A field without a default has no attribute in the
     result if its flag is not given. Types may be `T`, `T | None` or `list[T]`, with T a Literal,
     bool, int, float or str; or a Literal `| str`, which takes `FILE.py:FUNCTION` too. Features add
-    values to a Literal as `choices.CHOICES`: flag -> value -> what it does, for the help, or "".
+    values to a Literal (`FlagNotes.choices`).
     `settings` are those of `argparse.ArgumentParser`.
     """
     parser = FlagParser(allow_abbrev=False, formatter_class=HelpFormatter, **settings)
@@ -366,8 +366,8 @@ def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any) -> None:
         default = argparse.SUPPRESS
     names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
     further: dict[str, str] = {}
-    for choices in hooks("choices.CHOICES"):
-        further |= choices.get(field.name, {})
+    for notes in feature_notes():
+        further |= notes.choices.get(field.name, {})
     settings = values_of(kind, further)
     text = str(field.metadata["help"])
     for choice, meaning in further.items():

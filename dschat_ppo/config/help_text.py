@@ -9,9 +9,9 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 
+from dschat_ppo.config.feature_flags import feature_notes
 from dschat_ppo.config.flag_parser import FlagParser, first_words, shown_default
 from dschat_ppo.errors import UserError
-from dschat_ppo.features import hooks
 
 LEAST_WIDTH = 80  # columns
 MOST_WIDTH = 120
@@ -114,9 +114,8 @@ def _usual_flags(step: str, flags: Sequence[argparse.Action], width: int) -> str
     by_name = {flag.dest: flag for flag in flags}
     title, program = TITLES[step]
     names_by_heading = {heading: names.split() for heading, names in USUAL[step].items()}
-    # a feature offers `flags.USUAL`: (step, heading) -> a flag of its own
-    for usual_flags in hooks("flags.USUAL"):
-        for (step_of_flag, heading), name in usual_flags.items():
+    for notes in feature_notes():
+        for (step_of_flag, heading), name in notes.usual.items():
             if step_of_flag == step:
                 names_by_heading[heading].append(name)
     longest = max(len(name) for names in names_by_heading.values() for name in names)

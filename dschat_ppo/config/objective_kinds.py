@@ -76,7 +76,7 @@ _KINDS = {
 @cache
 def objective_kinds() -> dict[str, ObjectiveKind]:
     """All objectives by name. Features add some as `objective_kinds.OBJECTIVE_KINDS`, whose names
-    are among their `choices.CHOICES` of `objective`."""
+    are among the `choices` of `objective` in their `FlagNotes`."""
     kinds = dict(_KINDS)
     for of_feature in hooks("objective_kinds.OBJECTIVE_KINDS"):
         kinds |= of_feature

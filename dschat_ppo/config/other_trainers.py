@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from dschat_ppo.features import hooks
+from dschat_ppo.config.feature_flags import feature_notes
 
 ROLES = ("actor_", "critic_")  # whose flags in step 3 are those of steps 1 and 2 with a prefix
 
@@ -130,8 +130,8 @@ THEIR_NAMES = {
     "eval_batch_size": "per_device_eval_batch_size",
     "per_device_eval_batch_size": "eval_batch_size",
 }
-for names_of_feature in hooks("flags.THEIR_NAMES"):
-    THEIR_NAMES |= names_of_feature
+for notes in feature_notes():
+    THEIR_NAMES |= notes.their_names
 OUR_NAMES = {name: ours for ours, theirs in THEIR_NAMES.items() for name in theirs.split()}
 
 # Their name -> how their number differs from ours; {micro_batch} is the step's flag for it.

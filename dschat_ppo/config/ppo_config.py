@@ -3,12 +3,17 @@ effect."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.data_flags import StepData
+from dschat_ppo.config.feature_flags import (
+    feature_notes,
+    features_give_rewards,
+    given_teachings,
+)
 from dschat_ppo.config.health_flags import PPOHealthFlags
 from dschat_ppo.config.ppo_flags import (
     EvaluationFlags,
@@ -16,9 +21,8 @@ from dschat_ppo.config.ppo_flags import (
     RewardSourceFlags,
 )
 from dschat_ppo.config.schema import flag, require_used
-from dschat_ppo.config.step_config import StepConfig, features_give_rewards, flatten
+from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError
-from dschat_ppo.features import hooks
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ class PPOConfig(StepConfig):
         has_model = self.rewards.use_reward_model
         if has_model and "reward" not in self.models:
             without_rewards = ""
-            alone = other_sources_of_learning(flatten(self))
+            alone = names_of_teachings(self.value)
             if alone:
                 without_rewards = (
                     f", or to learn from {alone} alone, --use_reward_model False"
@@ -103,12 +107,12 @@ class PPOConfig(StepConfig):
     def _check_something_is_learned(self) -> None:
         """Refuse a run that nothing rewards or teaches."""
         has_estimator = self.algorithm.advantage_estimator != "none"
-        # what features offer in place of rewards, such as "a model (--its_flag)"
-        alternatives = " or ".join(hooks("refusals.WITHOUT_REWARDS"))
+        teachings = [notes.teaching for notes in feature_notes() if notes.teaching is not None]
+        alternatives = " or ".join(teaching.advice for teaching in teachings)
         if not self.has_rewards and has_estimator:
             sources = ["--reward_function", "--remote_reward_url"]
-            for names in hooks("flags.REWARDING"):  # flags of a feature, each of which gives one
-                sources += names
+            for notes in feature_notes():
+                sources += [f"--{name}" for name in notes.rewarding]
             without_rewards = ""
             if alternatives:
                 without_rewards = f"; or {alternatives}, alone with --advantage_estimator none"
@@ -116,7 +120,7 @@ class PPOConfig(StepConfig):
             raise UserError(
                 f"--use_reward_model False leaves no reward: give {listed}{without_rewards}"
             )
-        if not has_estimator and not other_sources_of_learning(flatten(self)):
+        if not has_estimator and not given_teachings(self.value):
             raise UserError(
                 "--advantage_estimator none has no policy loss; give"
                 f" {alternatives or 'another one'}"
@@ -306,8 +310,7 @@ class PPOConfig(StepConfig):
         return self.ppo.old_logprobs == "recompute"
 
 
-def other_sources_of_learning(values: Mapping[str, Any]) -> str:
+def names_of_teachings(value_of: Callable[[str], Any]) -> str:
     """What a run of step 3 with these values of flags can learn from without rewards, for messages;
-    "" for nothing. A feature offers `refusals.learned_from(values)`, as "the model" of its flag."""
-    sources = [learned_from(values) for learned_from in hooks("refusals.learned_from")]
-    return " and ".join(source for source in sources if source)
+    "" for nothing."""
+    return " and ".join(teaching.name for teaching in given_teachings(value_of))

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal
 
 from dschat_ppo.config.batch_plan import times
 from dschat_ppo.config.data_flags import DataFlags, StepData
+from dschat_ppo.config.feature_flags import FeatureFlags, Flags, feature_groups
 from dschat_ppo.config.feature_needs import FurtherModel, Needs
 from dschat_ppo.config.health_flags import HealthFlags
 from dschat_ppo.config.run_flags import (
@@ -33,29 +34,6 @@ from dschat_ppo.features import hooks
 DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial")
 WITHOUT_WARMUP = "constant"
 POLYNOMIAL_END = 1e-7  # where transformers' polynomial schedule ends
-
-Flags = TypeVar("Flags")
-
-
-@dataclass(frozen=True)
-class FeatureFlags:
-    """The flags of the features in a command, one group at most of each feature."""
-
-    groups: tuple[Any, ...] = ()
-
-    def of(self, kind: type[Flags]) -> Flags:
-        """The flags of a feature. `LookupError` if the command has none of it."""
-        for group in self.groups:
-            if isinstance(group, kind):
-                return group
-        raise LookupError(f"{kind.__name__} is not among the flags of this command")
-
-
-class HasFeatures(Protocol):
-    """The flags of a run or of a tool, as features read them."""
-
-    def of(self, kind: type[Flags]) -> Flags:
-        """The flags of a feature, which the command has."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +87,7 @@ class StepConfig(ABC):
     console: ConsoleFlags
     health: HealthFlags
     old: OldFlags
-    # of the features, one group at most of each (`features/NAME/flags.py`)
-    features: tuple[Any, ...] = ()
+    features: FeatureFlags = FeatureFlags()
 
     # in checkpoints; those of "dpo" are of the kind "reward"
     kind: ClassVar[Literal["sft", "reward", "ppo"]]
@@ -120,11 +97,11 @@ class StepConfig(ABC):
 
     def of(self, kind: type[Flags]) -> Flags:
         """The flags of a feature, which this step has."""
-        return FeatureFlags(self.features).of(kind)
+        return self.features.of(kind)
 
     def value(self, name: str) -> Any:
-        """The value of a flag that another feature may have; None if no group has it."""
-        return flatten(self).get(name)
+        """The value of a flag that another feature may have; None if no feature has it."""
+        return self.features.value(name)
 
     @property
     def ranks_of_row(self) -> int:
@@ -136,7 +113,7 @@ class StepConfig(ABC):
     def groups(self) -> list[Any]:
         """All groups of flags."""
         names = [group.name for group in fields(self) if group.name != "features"]
-        return [*(getattr(self, name) for name in names), *self.features]
+        return [*(getattr(self, name) for name in names), *self.features.groups]
 
     @property
     def needs(self) -> list[Needs]:
@@ -283,47 +260,9 @@ def core_groups_of(kind: type[StepConfig]) -> dict[str, Any]:
     return {name: hints[name] for name in of_step + of_all_steps}
 
 
-def features_give_rewards(flags: HasFeatures) -> bool:
-    """Whether a feature scores responses with these flags. It says so as `flags.gives_rewards`."""
-    return any(gives_rewards(flags) for gives_rewards in hooks("flags.gives_rewards"))
-
-
-def features_observe(flags: HasFeatures) -> bool:
-    """Whether a feature lets responses go on after tokens that the policy did not choose. It says
-    so as `flags.observes`."""
-    return any(observes(flags) for observes in hooks("flags.observes"))
-
-
-def feature_groups(command: str) -> list[Any]:
-    """The groups of flags of the features in a command, as dataclasses: in a kind of step, or in a
-    tool, "chat" or "evaluate". A feature offers them as `flags.FLAGS`, by the command."""
-    return [flags[command] for flags in hooks("flags.FLAGS") if command in flags]
-
-
-def described_features(command: str) -> str:
-    """What the features say of a tool in its help. They offer it as `flags.DESCRIPTIONS`, by the
-    tool."""
-    descriptions = [by_command.get(command, "") for by_command in hooks("flags.DESCRIPTIONS")]
-    return "".join(descriptions)
-
-
-def without_effect(command: str) -> dict[str, str]:
-    """The flags of features that have no effect in a tool -> the reason. A feature offers them as
-    `flags.WITHOUT_EFFECT`, by the tool."""
-    reasons: dict[str, str] = {}
-    for reasons_by_command in hooks("flags.WITHOUT_EFFECT"):
-        reasons |= reasons_by_command.get(command, {})
-    return reasons
-
-
-def feature_groups_of(kind: type[StepConfig]) -> list[Any]:
-    """`feature_groups` of a step."""
-    return feature_groups(kind.kind)
-
-
 def groups_of(kind: type[StepConfig]) -> list[Any]:
     """All groups of flags of a step, as dataclasses."""
-    return [*core_groups_of(kind).values(), *feature_groups_of(kind)]
+    return [*core_groups_of(kind).values(), *feature_groups(kind.kind)]
 
 
 def flatten(config: StepConfig) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from dschat_ppo.config.schema import (
 )
 from dschat_ppo.errors import UserError
 
-OBJECTIVES = Literal[  # features add some: `choices.CHOICES`
+OBJECTIVES = Literal[  # features add some: `FlagNotes.choices`
     "reward",
     "dpo",
     "cdpo",

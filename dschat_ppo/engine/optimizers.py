@@ -88,7 +88,7 @@ def second_rate() -> SecondRate | None:
 
 
 def further_optimizers() -> tuple[OptimizerKind, ...]:
-    """Those of features, which offer them as `optimizers.OPTIMIZER`; `choices.CHOICES` has their
+    """Those of features, which offer them as `optimizers.OPTIMIZER`; `FlagNotes.choices` has their
     names."""
     return hooks("optimizers.OPTIMIZER")
 

@@ -31,7 +31,7 @@ class FollowingModel:
     """A model of following weights that a run saves beside the actor.
 
     Attributes:
-        role: the name of its folder; `flags.FOLLOWING_ROLES` of the feature has it too.
+        role: the name of its folder; `saved_roles` of the feature's `FlagNotes` has it too.
         state_name: the entry of a checkpoint that holds its shards.
         whole_weights: joins the shards of all ranks to whole fp32 weights, by the shapes of those
             of the actor.

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.seeding import row_seeds
-from dschat_ppo.config.step_config import HasFeatures
+from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.data.examples import Row
 from dschat_ppo.features import hooks

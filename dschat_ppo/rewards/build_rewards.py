@@ -9,9 +9,9 @@ from typing import NoReturn
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.processes import deny_access_to_memory
+from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.config.feature_needs import FurtherModel
 from dschat_ppo.config.ppo_flags import RewardSourceFlags
-from dschat_ppo.config.step_config import HasFeatures
 from dschat_ppo.data.examples import TRUTH
 from dschat_ppo.errors import UserError
 from dschat_ppo.features import hooks

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import print_line
-from dschat_ppo.config.step_config import HasFeatures
+from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.data.batches import right_padded
 from dschat_ppo.data.encode import encode_example
 from dschat_ppo.data.examples import MESSAGES, TOOLS, VARIABLES, Example

@@ -24,6 +24,7 @@ from dschat_ppo.common.exit_codes import (
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.processes import open_closed_streams
+from dschat_ppo.config.feature_flags import smaller_rollouts
 from dschat_ppo.errors import (
     NonFiniteError,
     StopRequested,
@@ -31,7 +32,6 @@ from dschat_ppo.errors import (
     UserError,
     safe_text,
 )
-from dschat_ppo.features import hooks
 from dschat_ppo.run import watchdog
 from dschat_ppo.run.first_failure import (
     NO_FOLDER,
@@ -62,8 +62,7 @@ _DIVIDED = (
     "ZeRO stage 3 (--zero_stage 3; step 3: --actor_zero_stage 3 --critic_zero_stage 3),"
     " --offload_optimizer"
 )
-# flags of features with which a rollout takes less memory
-_SMALLER_ROLLOUT = [f"--{name}" for flags in hooks("flags.SMALLER_ROLLOUT") for name in flags]
+_SMALLER_ROLLOUT = [smaller.advice for smaller in smaller_rollouts()]
 _ADVICE = {  # by phase; the cheapest flag first
     "train": f"{_SMALLER}, {_CHECKPOINTING}, {_DIVIDED}",
     "score": (
@@ -73,7 +72,6 @@ _ADVICE = {  # by phase; the cheapest flag first
     "rollout": ", ".join(
         [
             *_SMALLER_ROLLOUT,
-            *hooks("flags.ROLLOUT_ADVICE"),
             "--unpin_actor_parameters at ZeRO stage 3",
             "or shorter rows (--max_answer_seq_len)",
         ]

@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
+from dschat_ppo.config.feature_flags import feature_notes
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.step_config import StepConfig, defaults_of, flatten
 from dschat_ppo.config.supervised_config import PreferenceConfig
-from dschat_ppo.features import hooks
 
 # flags about the machine and the run, which say nothing about the model
 LEFT_OUT = (
@@ -33,7 +33,7 @@ LEFT_OUT = (
     "save_total_limit",
     "keep_final_checkpoint",
     "remote_reward_url",
-    *chain.from_iterable(hooks("flags.NOT_ON_CARDS")),  # of features
+    *chain.from_iterable(notes.not_on_cards for notes in feature_notes()),
 )
 
 _TAG = "dschat_ppo"

@@ -20,13 +20,13 @@ from dataclasses import replace
 
 from dschat_ppo.common.exit_codes import DONE
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.config.flag_parser import FlagParser, add_groups, values_of
-from dschat_ppo.config.step_config import (
+from dschat_ppo.config.feature_flags import (
     FeatureFlags,
     described_features,
     feature_groups,
-    without_effect,
+    flags_without_effect,
 )
+from dschat_ppo.config.flag_parser import FlagParser, add_groups, values_of
 from dschat_ppo.errors import UserError
 from dschat_ppo.features import hooks
 from dschat_ppo.tools import exit_code_of
@@ -46,7 +46,7 @@ def chat_parser() -> FlagParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    idle = without_effect("chat")
+    idle = flags_without_effect("chat")
     parser.advice = lambda name: idle.get(name, "")
     parser.add_argument(
         "--model", required=True, metavar="A", help="folder or hub name of a model or an adapter"

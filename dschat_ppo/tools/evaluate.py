@@ -24,17 +24,17 @@ from pathlib import Path
 from typing import Literal
 
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.config.flag_parser import add_groups, flag_parser
-from dschat_ppo.config.ppo_config import PPOConfig
-from dschat_ppo.config.ppo_flags import RewardSourceFlags
-from dschat_ppo.config.schema import flag, not_negative, positive
-from dschat_ppo.config.step_config import (
+from dschat_ppo.config.feature_flags import (
     FeatureFlags,
     described_features,
     feature_groups,
     features_give_rewards,
-    without_effect,
+    flags_without_effect,
 )
+from dschat_ppo.config.flag_parser import add_groups, flag_parser
+from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.config.ppo_flags import RewardSourceFlags
+from dschat_ppo.config.schema import flag, not_negative, positive
 from dschat_ppo.errors import StorageError, UserError
 from dschat_ppo.features import hooks
 from dschat_ppo.tools import exit_code_of
@@ -50,7 +50,7 @@ from dschat_ppo.tools.sampling_settings import (
 PROMPT_TOKENS = 256  # at most, by default
 NOT_HERE = {  # flags of the groups that the command does not have -> why
     "data_split": "has no effect here, where all rows are used; omit it",
-    **without_effect("evaluate"),
+    **flags_without_effect("evaluate"),
     "use_reward_model": "has no effect here; name a reward model by --reward_model_name_or_path",
 }
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.config.cli import parse
+from dschat_ppo.config.feature_flags import smaller_rollouts
 from dschat_ppo.config.flag_parser import flag_parser
 from dschat_ppo.config.run_flags import AUTO
 from dschat_ppo.config.step_config import StepConfig, flatten
@@ -319,8 +320,7 @@ def _ladder(config: StepConfig, run_flags: FlagValues) -> list[FlagValues]:
     stage_3 = {name: max(3, run_flags[name]) for name in sorted(stage_flags)}
     rungs: list[FlagValues] = [stage_2, stage_3]
     if "actor" in config.models:
-        # flags of features with which a rollout takes less memory, as `flags.SMALLER_ROLLOUT`
-        rungs += hooks("flags.SMALLER_ROLLOUT")
+        rungs += [dict(smaller.values) for smaller in smaller_rollouts() if smaller.values]
     batch_size = run_flags[config.micro_batch]
     accumulation = run_flags["gradient_accumulation_steps"]
     while batch_size % 2 == 0:

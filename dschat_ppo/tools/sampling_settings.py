@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.config.feature_flags import FeatureFlags, feature_groups
 from dschat_ppo.config.ppo_flags import RewardSourceFlags
-from dschat_ppo.config.step_config import FeatureFlags, feature_groups
 from dschat_ppo.errors import UserError
 
 if TYPE_CHECKING:  # it needs torch, for which wrong flags do not wait

@@ -6,7 +6,7 @@ from conftest import tiny_config
 from scored_rollouts import alone, request, rollout_of
 from transformers import AutoTokenizer, LlamaForSequenceClassification
 
-from dschat_ppo.config.step_config import FeatureFlags, feature_groups
+from dschat_ppo.config.feature_flags import FeatureFlags, feature_groups
 from dschat_ppo.data.batches import right_padded
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import Layout

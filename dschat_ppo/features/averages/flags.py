@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dschat_ppo.config.feature_flags import FlagNotes
 from dschat_ppo.config.schema import flag, fraction, not_negative, require_used, share
 
 
@@ -35,9 +36,11 @@ class AveragesFlags:
 
 
 FLAGS = {"ppo": AveragesFlags}
-THEIR_NAMES = {
-    "ref_sync_interval": "sync_ref_model ref_model_sync_steps",
-    "ref_sync_mixup": "ref_model_mixup_alpha",
-    "ema_decay": "ema_beta",
-}
-FOLLOWING_ROLES = ("actor_ema",)
+NOTES = FlagNotes(
+    their_names={
+        "ref_sync_interval": "sync_ref_model ref_model_sync_steps",
+        "ref_sync_mixup": "ref_model_mixup_alpha",
+        "ema_decay": "ema_beta",
+    },
+    saved_roles=("actor_ema",),
+)

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+from dschat_ppo.config.feature_flags import FlagNotes, Teaching
 from dschat_ppo.config.schema import (
     check_values,
     flag,
@@ -189,3 +190,10 @@ class DistillationFlags(TeacherFlags):
 
 
 FLAGS = {"sft": SFTTeacherFlags, "ppo": DistillationFlags}
+NOTES = FlagNotes(
+    teaching=Teaching(
+        flags=("teacher_model_name_or_path", "teacher_prompt_column"),
+        name="the teacher",
+        advice=f"a teacher to learn from ({TEACHER})",
+    )
+)

@@ -1,24 +1,16 @@
-"""Combinations of flags that are refused, and what messages about rewards say of teachers."""
+"""Combinations of flags that are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from dschat_ppo.config.feature_flags import features_observe
 from dschat_ppo.config.schema import require_used
-from dschat_ppo.config.step_config import StepConfig, features_observe
+from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.distillation.flags import TEACHER, DistillationFlags, SFTTeacherFlags
 
-WITHOUT_REWARDS = f"a teacher to learn from ({TEACHER})"
 _WITH_TEACHER = f"a teacher ({TEACHER})"
-
-
-def learned_from(values: Mapping[str, Any]) -> str:
-    """The teacher, if these values of flags give one."""
-    if values.get("teacher_model_name_or_path") or values.get("teacher_prompt_column"):
-        return "the teacher"
-    return ""
 
 
 def refuse(config: StepConfig) -> None:

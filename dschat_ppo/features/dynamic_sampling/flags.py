@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dschat_ppo.config.feature_flags import FlagNotes
 from dschat_ppo.config.schema import flag, positive, require_used
 from dschat_ppo.errors import UserError
 
@@ -49,7 +50,9 @@ class DynamicSamplingFlags:
 
 
 FLAGS = {"ppo": DynamicSamplingFlags}
-THEIR_NAMES = {
-    "dynamic_sampling": "dynamic_filtering dynamic_filtering_enable",
-    "dynamic_sampling_range": "dynamic_filtering_range dynamic_filtering_reward_range",
-}
+NOTES = FlagNotes(
+    their_names={
+        "dynamic_sampling": "dynamic_filtering dynamic_filtering_enable",
+        "dynamic_sampling_range": "dynamic_filtering_range dynamic_filtering_reward_range",
+    }
+)

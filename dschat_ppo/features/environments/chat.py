@@ -13,7 +13,7 @@ from typing import Any
 from datasets import Dataset
 
 from dschat_ppo.common.seeding import row_seeds
-from dschat_ppo.config.step_config import HasFeatures
+from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.data.examples import MESSAGES, TOOLS
 from dschat_ppo.data.reply_tokens import ends_in_thought
 from dschat_ppo.data.templates import Messages

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dschat_ppo.config.feature_flags import FlagNotes, HasFeatures
 from dschat_ppo.config.schema import finite, flag, positive, require_used
-from dschat_ppo.config.step_config import HasFeatures
 from dschat_ppo.errors import UserError
 
 
@@ -126,35 +126,28 @@ class EnvironmentFlags:
 
 
 FLAGS = {"ppo": EnvironmentFlags, "evaluate": EnvironmentFlags, "chat": EnvironmentFlags}
-REWARDING = ("--environment", "--tool_config", "--agent_func_path")
-THEIR_NAMES = {"max_turns": "max_tool_calling_iterations"}
-DESCRIPTIONS = {
-    "evaluate": (
-        "With tools or an environment an answer is an episode, as in step 3; --max_tokens counts"
-        " all\ntokens after its prompt.\n"
-    ),
-    "chat": (
-        "The model can call --tools and those of an --environment. An environment without tools"
-        " takes the\npart of the user: each message begins an episode.\n"
-    ),
-}
-WITHOUT_EFFECT = {
-    "evaluate": {"turn_reward": "has no effect here, where nothing trains; omit it"},
-    "chat": dict.fromkeys(
-        ("environment_workers", "environment_reward_weight", "turn_reward"),
-        "has no effect here, where one episode runs at a time and nothing trains; omit it",
-    ),
-}
-
-
-def gives_rewards(flags: HasFeatures) -> bool:
-    """Whether there is an environment that scores episodes."""
-    return flags.of(EnvironmentFlags).gives_reward
-
-
-def observes(flags: HasFeatures) -> bool:
-    """Whether answers are episodes, which go on after observations."""
-    return flags.of(EnvironmentFlags).is_used
+NOTES = FlagNotes(
+    their_names={"max_turns": "max_tool_calling_iterations"},
+    descriptions={
+        "evaluate": (
+            "With tools or an environment an answer is an episode, as in step 3; --max_tokens"
+            " counts all\ntokens after its prompt.\n"
+        ),
+        "chat": (
+            "The model can call --tools and those of an --environment. An environment without tools"
+            " takes the\npart of the user: each message begins an episode.\n"
+        ),
+    },
+    without_effect={
+        "evaluate": {"turn_reward": "has no effect here, where nothing trains; omit it"},
+        "chat": dict.fromkeys(
+            ("environment_workers", "environment_reward_weight", "turn_reward"),
+            "has no effect here, where one episode runs at a time and nothing trains; omit it",
+        ),
+    },
+    rewarding=("environment", "tool_config", "agent_func_path"),
+    observing=("environment", "tools", "tool_config", "agent_func_path"),
+)
 
 
 def files(flags: HasFeatures) -> list[tuple[str, str]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.config.ppo_config import PPOConfig
-from dschat_ppo.config.step_config import HasFeatures, StepConfig
+from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.environments.flags import EnvironmentFlags
 

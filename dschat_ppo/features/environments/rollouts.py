@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.config.step_config import HasFeatures
+from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.data.examples import TOOLS, Message, Row
 from dschat_ppo.features.environments.episode_rollouts import EpisodeRollouts
 from dschat_ppo.features.environments.episode_texts import episode_texts

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from dschat_ppo.config.feature_flags import FlagNotes, HasFeatures
 from dschat_ppo.config.schema import check_values, flag, positive, require_used
-from dschat_ppo.config.step_config import HasFeatures
 from dschat_ppo.features.judges.spec import (
     FLAG,
     JudgeSpec,
@@ -96,12 +96,7 @@ class TrainingJudgeFlags(JudgeFlags):
 
 
 FLAGS = {"ppo": TrainingJudgeFlags, "evaluate": JudgeFlags}
-REWARDING = (FLAG,)
-
-
-def gives_rewards(flags: HasFeatures) -> bool:
-    """Whether a judge scores answers."""
-    return bool(flags.of(JudgeFlags).judge)
+NOTES = FlagNotes(rewarding=("judge",))
 
 
 def files(flags: HasFeatures) -> list[tuple[str, str]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.config.feature_needs import FurtherModel, Needs
-from dschat_ppo.config.step_config import HasFeatures, StepConfig
+from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.features.judges.flags import JudgeFlags, TrainingJudgeFlags
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.config.ppo_config import PPOConfig
-from dschat_ppo.config.step_config import HasFeatures, StepConfig
+from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.judges.flags import JudgeFlags, TrainingJudgeFlags
 from dschat_ppo.features.judges.spec import EVALUATION_FLAG, FLAG, PAIRS, JudgeSpec

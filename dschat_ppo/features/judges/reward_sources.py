@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dschat_ppo.checkpoint.store import CheckpointFolder
-from dschat_ppo.config.step_config import HasFeatures
+from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.features.judges.addresses import AddressReader
 from dschat_ppo.features.judges.checkpoint_folders import JOURNAL
 from dschat_ppo.features.judges.flags import JudgeFlags, TrainingJudgeFlags

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dschat_ppo.config.feature_flags import FlagNotes
 from dschat_ppo.config.schema import flag, fraction, not_negative, positive, require, share
 
 TARGETS = (
@@ -123,12 +124,14 @@ class PPOLoraFlags(AdapterFlags):
 
 
 FLAGS = {"sft": LoraFlags, "reward": LoraFlags, "ppo": PPOLoraFlags}
-THEIR_NAMES = {
-    "lora_dim": "lora_r lora_rank use_peft",
-    "lora_module_name": "lora_target lora_target_modules target_modules",
-}
-USUAL = {(step, "memory"): "lora_dim" for step in ("sft", "reward", "dpo")}
-HARMLESS = ("lora_merge",)
+NOTES = FlagNotes(
+    their_names={
+        "lora_dim": "lora_r lora_rank use_peft",
+        "lora_module_name": "lora_target lora_target_modules target_modules",
+    },
+    usual={(step, "memory"): "lora_dim" for step in ("sft", "reward", "dpo")},
+    harmless=("lora_merge",),
+)
 
 
 def followed_rate(name: str, values: Mapping[str, Any]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dschat_ppo.config.feature_flags import FlagNotes
 from dschat_ppo.config.schema import share
 
 
@@ -19,4 +20,15 @@ class MuonFlags:
 
 
 FLAGS = {"sft": MuonFlags, "reward": MuonFlags, "ppo": MuonFlags}
-THEIR_NAMES = {"muon_learning_rate": "muon_lr"}
+NOTES = FlagNotes(
+    their_names={"muon_learning_rate": "muon_lr"},
+    choices={
+        "optimizer": {
+            "muon": (
+                "trains the matrices of the decoder layers with Muon, and embeddings, heads, norms"
+                " and biases with AdamW; without LoRA, offload and fp16, at ZeRO stage 0, in bf16"
+                " also at stage 1"
+            )
+        }
+    },
+)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from dschat_ppo.config.feature_flags import FlagNotes
 from dschat_ppo.config.schema import check_not_empty, check_values, flag
 
 
@@ -43,3 +44,9 @@ class ProcessRewardFlags:
 
 
 FLAGS = {"reward": StepFlags, "ppo": ProcessRewardFlags, "evaluate": ProcessRewardFlags}
+NOTES = FlagNotes(
+    choices={
+        "data_format": dict.fromkeys(("stepwise", "prm800k", "math_shepherd"), ""),
+        "objective": {"process": "trains a reward model on labelled steps"},
+    }
+)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from dschat_ppo.config.feature_flags import HasFeatures, features_observe
 from dschat_ppo.config.schema import require_used
-from dschat_ppo.config.step_config import HasFeatures, StepConfig, features_observe
+from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.process_rewards.flags import ProcessRewardFlags, StepFlags
 

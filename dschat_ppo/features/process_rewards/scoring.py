@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.aggregation import zero_outside
-from dschat_ppo.config.step_config import HasFeatures
+from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.process_rewards.flags import ProcessRewardFlags
 from dschat_ppo.features.process_rewards.steps import step_ends

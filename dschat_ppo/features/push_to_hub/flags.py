@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dschat_ppo.config.feature_flags import FlagNotes
 from dschat_ppo.config.schema import flag, require
 
 
@@ -27,6 +28,8 @@ class HubFlags:
 
 
 FLAGS = dict.fromkeys(("sft", "reward", "ppo"), HubFlags)
-THEIR_NAMES = {"push_to_hub": "hub_model_id"}
-HARMLESS = ("push_to_hub",)
-NOT_ON_CARDS = ("push_to_hub",)
+NOTES = FlagNotes(
+    their_names={"push_to_hub": "hub_model_id"},
+    harmless=("push_to_hub",),
+    not_on_cards=("push_to_hub",),
+)

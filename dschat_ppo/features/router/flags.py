@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dschat_ppo.config.feature_flags import FlagNotes
 from dschat_ppo.config.schema import not_negative
 
 
@@ -20,4 +21,4 @@ class RouterFlags:
 
 
 FLAGS = {"sft": RouterFlags, "reward": RouterFlags, "ppo": RouterFlags}
-THEIR_NAMES = {"router_loss_coef": "router_aux_loss_coef aux_loss_coef"}
+NOTES = FlagNotes(their_names={"router_loss_coef": "router_aux_loss_coef aux_loss_coef"})

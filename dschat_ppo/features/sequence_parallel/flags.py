@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dschat_ppo.config.feature_flags import FlagNotes
 from dschat_ppo.config.schema import positive
 
 
@@ -20,5 +21,7 @@ class SequenceParallelFlags:
 
 
 FLAGS = dict.fromkeys(("sft", "reward", "ppo"), SequenceParallelFlags)
-THEIR_NAMES = {"sequence_parallel_size": "ring_attn_size"}
-HARMLESS = ("sequence_parallel_size",)  # a resumed run may have another one
+NOTES = FlagNotes(
+    their_names={"sequence_parallel_size": "ring_attn_size"},
+    harmless=("sequence_parallel_size",),
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dschat_ppo.config.feature_flags import FlagNotes, SmallerRollout
 from dschat_ppo.config.schema import flag
 
 
@@ -20,10 +21,12 @@ class SleepFlags:
 
 
 FLAGS = {"ppo": SleepFlags}
-THEIR_NAMES = {
-    "sleep_in_rollout": (
-        "vllm_enable_sleep_mode vllm_enable_sleep deepspeed_enable_sleep ds_enable_sleep"
-    ),
-}
-HARMLESS = ("sleep_in_rollout",)
-SMALLER_ROLLOUT = {"sleep_in_rollout": True}
+NOTES = FlagNotes(
+    their_names={
+        "sleep_in_rollout": (
+            "vllm_enable_sleep_mode vllm_enable_sleep deepspeed_enable_sleep ds_enable_sleep"
+        ),
+    },
+    harmless=("sleep_in_rollout",),
+    smaller_rollout=SmallerRollout("--sleep_in_rollout", {"sleep_in_rollout": True}),
+)

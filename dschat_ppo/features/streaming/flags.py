@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dschat_ppo.config.feature_flags import FlagNotes
 from dschat_ppo.config.schema import check_values, flag, positive
 from dschat_ppo.errors import UserError
 
@@ -31,9 +32,11 @@ class StreamingFlags:
 
 
 FLAGS = dict.fromkeys(("sft", "reward", "ppo"), StreamingFlags)
-THEIR_NAMES = {"streaming": "dataset_streaming"}
-WITHOUT_EFFECT = {
-    "evaluate": dict.fromkeys(
-        ("streaming", "streaming_rows"), "has no effect here, where all rows are used; omit it"
-    )
-}
+NOTES = FlagNotes(
+    their_names={"streaming": "dataset_streaming"},
+    without_effect={
+        "evaluate": dict.fromkeys(
+            ("streaming", "streaming_rows"), "has no effect here, where all rows are used; omit it"
+        )
+    },
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dschat_ppo.config.feature_flags import FlagNotes, SmallerRollout
 from dschat_ppo.config.schema import positive
 
 
@@ -22,6 +23,8 @@ class TensorParallelFlags:
 
 
 FLAGS = {"ppo": TensorParallelFlags}
-THEIR_NAMES = {"inference_tp_size": "vllm_tensor_parallel_size"}
-ROLLOUT_ADVICE = "--inference_tp_size with several GPUs"
-HARMLESS = ("inference_tp_size", "tp_gather_partition_size")
+NOTES = FlagNotes(
+    their_names={"inference_tp_size": "vllm_tensor_parallel_size"},
+    harmless=("inference_tp_size", "tp_gather_partition_size"),
+    smaller_rollout=SmallerRollout("--inference_tp_size with several GPUs"),
+)

@@ -9,7 +9,7 @@ import torch
 from chat_tokenizers import EACH, EVERY, WITH_TOOLS, opened_by, shaped, special_tokenizer
 from tiny_tokenizers import tokenizer_of
 
-from dschat_ppo.config.step_config import FeatureFlags
+from dschat_ppo.config.feature_flags import FeatureFlags
 from dschat_ppo.data.encode import encode_after
 from dschat_ppo.data.reply_tokens import ends_in_thought
 from dschat_ppo.errors import UserError

@@ -12,7 +12,7 @@ from dschat_ppo.config.flag_parser import flag_parser
 from dschat_ppo.config.run_flags import RunFlags
 from dschat_ppo.engine.ds_config import require_agreement
 from dschat_ppo.errors import UserError
-from dschat_ppo.features.muon.choices import CHOICES
+from dschat_ppo.features.muon.flags import NOTES
 from dschat_ppo.features.muon.optimizers import OPTIMIZER
 from dschat_ppo.monitor.step_line import supervised_columns
 from dschat_ppo.planner import number_format
@@ -51,7 +51,7 @@ def test_in_bf16_stage_1_is_accepted():
 
 
 def test_the_help_lists_the_choice_and_its_meaning():
-    assert [*CHOICES["optimizer"]] == [OPTIMIZER.name]
+    assert [*NOTES.choices["optimizer"]] == [OPTIMIZER.name]
     [flag] = [flag for flag in flag_parser([RunFlags]).flags if flag.dest == "optimizer"]
     assert [*flag.choices] == ["adamw", "muon"] and "matrices of the decoder layers" in flag.help
 

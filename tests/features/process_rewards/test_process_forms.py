@@ -14,7 +14,7 @@ from ways_out import read_by_ways
 
 from dschat_ppo.data.examples import Example
 from dschat_ppo.errors import UserError
-from dschat_ppo.features.process_rewards.choices import CHOICES
+from dschat_ppo.features.process_rewards.flags import NOTES
 from dschat_ppo.features.process_rewards.form_kinds import KINDS
 
 Q, POST = "Where is the lamp?", "A long post about the lamp in the hall, and about its colour."
@@ -23,7 +23,7 @@ OTHERS = {"question": Q, "solution_steps": ["a", "b"]}
 
 
 def test_the_page_and_the_flag_have_every_form():
-    assert {kind.name for kind in KINDS} == STEP_FORMS == set(CHOICES["data_format"])
+    assert {kind.name for kind in KINDS} == STEP_FORMS == set(NOTES.choices["data_format"])
 
 
 @pytest.mark.parametrize(

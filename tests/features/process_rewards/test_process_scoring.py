@@ -8,7 +8,7 @@ from conftest import tiny_config
 from scored_rollouts import alone, request, rollout_of
 from transformers import AutoTokenizer, LlamaForSequenceClassification
 
-from dschat_ppo.config.step_config import FeatureFlags
+from dschat_ppo.config.feature_flags import FeatureFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.process_rewards.flags import ProcessRewardFlags
 from dschat_ppo.features.process_rewards.scoring import (
