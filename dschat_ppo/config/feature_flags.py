@@ -48,8 +48,8 @@ class Teaching:
     """What a run of step 3 learns from without rewards, for messages."""
 
     flags: Sequence[str]  # each of which gives it
-    name: str  # of what they give, such as "the teacher"
-    advice: str  # what to give, with a flag, such as "a teacher (--its_flag)"
+    name: str  # of what they give, such as "the model"
+    advice: str  # what to give, with a flag, such as "a model (--its_flag)"
 
 
 @dataclass(frozen=True)
