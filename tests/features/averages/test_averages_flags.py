@@ -4,7 +4,7 @@ import pytest
 from command_lines import config_of, noted, read
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.features.averages.flags import FOLLOWING_ROLES
+from dschat_ppo.features.averages.flags import NOTES
 from dschat_ppo.features.averages.followers import FOLLOWING_MODELS
 
 
@@ -47,4 +47,4 @@ def test_a_decay_of_0_is_read():
 
 
 def test_the_roles_that_flags_name_are_those_of_the_models():
-    assert [model.role for model in FOLLOWING_MODELS] == list(FOLLOWING_ROLES)
+    assert [model.role for model in FOLLOWING_MODELS] == list(NOTES.saved_roles)
