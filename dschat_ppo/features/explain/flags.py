@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from dschat_ppo.config.feature_flags import FlagNotes
 from dschat_ppo.config.schema import flag, require
 
 RecordedRows = Literal["samples", "all", "none"]
@@ -36,5 +37,6 @@ class RecordFlags:
 
 
 FLAGS = {"ppo": RecordFlags}
-HARMLESS = ("record_rows", "record_steps")
-NOT_ON_CARDS = ("record_rows", "record_steps")
+NOTES = FlagNotes(
+    harmless=("record_rows", "record_steps"), not_on_cards=("record_rows", "record_steps")
+)
