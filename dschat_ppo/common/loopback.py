@@ -23,7 +23,7 @@ def listen(host: str, port: int, flags: str) -> socket.socket:
         ) from None
 
 
-def refusal(host: str | None, origin: str | None) -> str | None:
+def reason_to_refuse(host: str | None, origin: str | None) -> str | None:
     """Why a server that listens on this machine alone refuses a request with these headers, in one
     line; None if it answers.
 

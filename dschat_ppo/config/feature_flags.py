@@ -44,7 +44,7 @@ class FeatureFlags:
 
 
 @dataclass(frozen=True)
-class Teaching:
+class LearnedFrom:
     """What a run of step 3 learns from without rewards, for messages."""
 
     flags: Sequence[str]  # each of which gives it
@@ -81,7 +81,7 @@ class FlagNotes:
     rewarding: Sequence[str] = ()  # flags each of which lets the feature score responses
     # flags each of which lets responses go on after tokens that the policy did not choose
     observing: Sequence[str] = ()
-    teaching: Teaching | None = None
+    teaching: LearnedFrom | None = None
     smaller_rollout: SmallerRollout | None = None
     saved_roles: Sequence[str] = ()  # folders of models that step 3 saves beside actor and critic
 
@@ -107,7 +107,7 @@ def features_observe(flags: HasFeatures) -> bool:
     return any(flags.value(name) for notes in feature_notes() for name in notes.observing)
 
 
-def given_teachings(value_of: Callable[[str], Any]) -> list[Teaching]:
+def given_sources_of_learning(value_of: Callable[[str], Any]) -> list[LearnedFrom]:
     """What features let a run of step 3 learn from without rewards. `value_of`: the value of a
     flag, or None."""
     teachings = [notes.teaching for notes in feature_notes() if notes.teaching is not None]

@@ -12,7 +12,7 @@ from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.config.feature_flags import (
     feature_notes,
     features_give_rewards,
-    given_teachings,
+    given_sources_of_learning,
 )
 from dschat_ppo.config.health_flags import PPOHealthFlags
 from dschat_ppo.config.ppo_flags import (
@@ -120,7 +120,7 @@ class PPOConfig(StepConfig):
             raise UserError(
                 f"--use_reward_model False leaves no reward: give {listed}{without_rewards}"
             )
-        if not has_estimator and not given_teachings(self.value):
+        if not has_estimator and not given_sources_of_learning(self.value):
             raise UserError(
                 "--advantage_estimator none has no policy loss; give"
                 f" {alternatives or 'another one'}"
@@ -313,4 +313,4 @@ class PPOConfig(StepConfig):
 def names_of_teachings(value_of: Callable[[str], Any]) -> str:
     """What a run of step 3 with these values of flags can learn from without rewards, for messages;
     "" for nothing."""
-    return " and ".join(teaching.name for teaching in given_teachings(value_of))
+    return " and ".join(source.name for source in given_sources_of_learning(value_of))

@@ -21,7 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from dschat_ppo.common.loopback import refusal
+from dschat_ppo.common.loopback import reason_to_refuse
 from dschat_ppo.common.paths import LOCK, METRICS, RESULT
 from dschat_ppo.errors import UserError
 from dschat_ppo.html_report.page import check_count, last_written, page
@@ -142,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:  # noqa: N802  the name that http.server calls
         """Answer with the page or the state, or refuse."""
-        problem = refusal(self.headers["Host"], self.headers["Origin"])
+        problem = reason_to_refuse(self.headers["Host"], self.headers["Origin"])
         if problem is not None:
             self._answer(400, "text/plain", f"{problem}\n".encode())
         elif self.path == "/":

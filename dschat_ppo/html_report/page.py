@@ -136,11 +136,10 @@ def page(runs: Sequence[Run], now: float, live: dict[str, Any] | None = None) ->
         "runs": [{"name": run.name, "events": _events(run)} for run in runs],
         "figures": [chart.panels for chart in all_charts],
     }
+    names = [run.name for run in runs]
     if live is not None:
         script += _asset("live.js")
         data["version"] = live["version"]
-    names = [run.name for run in runs]
-    if live is not None:
         names = live["names"]
     return JINJA.get_template("report.html").render(
         title="Training report: " + ", ".join(names),

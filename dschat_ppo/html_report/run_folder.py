@@ -155,7 +155,7 @@ def read_run(folder: Path, name: str) -> Run:
         for metric, value in line.items():
             if metric not in NOT_PLOTTED and (value is None or type(value) in (int, float)):
                 metrics.setdefault(metric, []).append((step, number_or_none(value)))
-    config = read_config(folder)
+    config = flags_of_run(folder)
     health = None
     if (folder / HEALTH).is_file():
         health = _read_lines(folder / HEALTH)
@@ -173,7 +173,7 @@ def read_run(folder: Path, name: str) -> Run:
     )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def flags_of_run(folder: Path) -> dict[str, Any]:
     """The flags of a run, flag -> value; {} without `config.yaml`."""
     return _read_mapping(folder / CONFIG)
 

@@ -273,7 +273,7 @@ class OwnTracker:
     def __init__(self, name: str, tracking: Tracking, start: Start):
         self.name = f"{TRACKER} {name}"
         self._class = name
-        self._next_step = start.written + 1
+        self._last_logged = start.written
         run_name = tracking.run_name or tracking.folder.resolve().name or "run"
         with running_own(f"{self.name}: __init__:", name):
             self._tracker = own_function(TRACKER, name)(run_name, dict(tracking.flags))
@@ -282,7 +282,7 @@ class OwnTracker:
         self, step: int, metrics: Mapping[str, float], responses: Sequence[SampledResponse]
     ) -> None:
         """Log the metrics of a step; `UserError` if the user's method raises anything."""
-        if step < self._next_step:
+        if step <= self._last_logged:
             return
         with running_own(f"rank 0: log of step {step}:", self._class):
             self._tracker.log(dict(metrics), step)

@@ -51,7 +51,7 @@ def _measure_generation(ppo: PPOComponents) -> tuple[int, float, float]:
     sampler = ppo.collection.sampler
     samples = ppo.plan.samples
     half = ppo.config.ppo.max_answer_seq_len // 2
-    prompts = _prompts(ppo, min(SAMPLE, ppo.plan.prompts_per_rank), columns=0)
+    prompts = _evenly_spaced_prompts(ppo, min(SAMPLE, ppo.plan.prompts_per_rank), columns=0)
     width = prompts.prompt_ids.shape[1] + ppo.config.ppo.max_answer_seq_len
     with sampler.hybrid.generating() as model:
         limit = sampler.config.rows or rows_for_memory(model, width)
@@ -64,18 +64,18 @@ def _measure_generation(ppo: PPOComponents) -> tuple[int, float, float]:
         seeds = torch.arange(prompt_count * samples)
         return usual_seconds(lambda: sampler._generate(batch, seeds, config, never))
 
-    first_token = seconds(_prompts(ppo, prompt_count, columns=0), 1)
-    begun = _prompts(ppo, prompt_count, columns=half)
+    first_token = seconds(_evenly_spaced_prompts(ppo, prompt_count, columns=0), 1)
+    begun = _evenly_spaced_prompts(ppo, prompt_count, columns=half)
     further = seconds(begun, 1 + DECODE_STEPS) - seconds(begun, 1)
     return prompt_count * samples, first_token, max(0.0, further) / DECODE_STEPS
 
 
-def _prompts(ppo: PPOComponents, count: int, columns: int) -> PromptBatch:
+def _evenly_spaced_prompts(ppo: PPOComponents, count: int, columns: int) -> PromptBatch:
     """`count` prompts at even distances in the data, each with `columns` more tokens."""
     sampler = ppo.collection.sampler
     indices = _indices(ppo, count)
     batch = to_device(collate_prompts(sampler.prompts, indices, sampler.pad_id), ppo.device)
-    more = _tokens_of(batch, count, columns)
+    more = _made_up_tokens(batch, count, columns)
     return PromptBatch(
         torch.cat([batch.prompt_ids, more], dim=1),
         torch.cat([batch.prompt_mask, torch.ones_like(more, dtype=torch.bool)], dim=1),
@@ -88,7 +88,7 @@ def _indices(ppo: PPOComponents, count: int) -> list[int]:
     return [index * total // count for index in range(count)]
 
 
-def _tokens_of(batch: PromptBatch, rows: int, columns: int) -> Tensor:
+def _made_up_tokens(batch: PromptBatch, rows: int, columns: int) -> Tensor:
     """(rows, columns) tokens drawn from those of the prompts."""
     tokens = batch.prompt_ids[batch.prompt_mask]
     return tokens[torch.randint(len(tokens), (rows, columns), device=tokens.device)]
@@ -99,7 +99,7 @@ def _update_sizes(ppo: PPOComponents) -> list[int]:
     run's optimizer steps if they are few, else those of one micro-batch and of two."""
     plan = ppo.plan
     length = ppo.config.ppo.max_answer_seq_len
-    prompts = _prompts(ppo, min(SAMPLE, plan.prompts_per_rank), columns=0)
+    prompts = _evenly_spaced_prompts(ppo, min(SAMPLE, plan.prompts_per_rank), columns=0)
     row_tokens = length + float(prompts.prompt_mask.sum(dim=1).double().mean())
     groups = -(-max(1, int(plan.micro_batch_tokens / row_tokens)) // plan.samples)
     one = groups * plan.samples
@@ -111,17 +111,17 @@ def _update_sizes(ppo: PPOComponents) -> list[int]:
 
 def _rollout(ppo: PPOComponents, rows: int) -> Rollout:
     """`rows` responses of full length, in whole groups, with the log-probs of the actor."""
-    prompts = _prompts(ppo, rows // ppo.plan.samples, columns=0)
+    prompts = _evenly_spaced_prompts(ppo, rows // ppo.plan.samples, columns=0)
     ids = prompts.prompt_ids.repeat_interleave(ppo.plan.samples, dim=0)
     mask = prompts.prompt_mask.repeat_interleave(ppo.plan.samples, dim=0)
-    response_ids = _tokens_of(prompts, rows, ppo.config.ppo.max_answer_seq_len)
-    whole = torch.ones_like(response_ids, dtype=torch.bool)
+    response_ids = _made_up_tokens(prompts, rows, ppo.config.ppo.max_answer_seq_len)
+    every_token = torch.ones_like(response_ids, dtype=torch.bool)
     rollout = Rollout(
         prompt_ids=ids,
         prompt_mask=mask,
         response_ids=response_ids,
-        response_mask=whole,
-        rollout_logprobs=torch.zeros_like(whole, dtype=torch.float32),
+        response_mask=every_token,
+        rollout_logprobs=torch.zeros_like(every_token, dtype=torch.float32),
         finish_reason=torch.full((rows,), FinishReason.LENGTH, dtype=torch.int8, device=ids.device),
     )
     actor_alone = replace(
@@ -132,12 +132,12 @@ def _rollout(ppo: PPOComponents, rows: int) -> Rollout:
         kl_estimator="k1",
         further=(),
     )
-    logprobs = actor_alone(rollout, _groups(ppo, rows)).old_logprobs
+    logprobs = actor_alone(rollout, _groups_of_rank(ppo, rows)).old_logprobs
     assert logprobs is not None
     return replace(rollout, rollout_logprobs=logprobs)
 
 
-def _groups(ppo: PPOComponents, rows: int) -> Tensor:
+def _groups_of_rank(ppo: PPOComponents, rows: int) -> Tensor:
     """(rows,) the group of each row, unlike those of the other ranks."""
     groups = torch.arange(rows // ppo.plan.samples, device=ppo.device)
     first = dist.rank() * len(groups)
@@ -149,7 +149,7 @@ def _measure_scoring(ppo: PPOComponents, rows: int) -> tuple[float, float]:
     collection = ppo.collection
     rollout = _rollout(ppo, rows)
     indices = _indices(ppo, rows // ppo.plan.samples)
-    groups = _groups(ppo, rows)
+    groups = _groups_of_rank(ppo, rows)
 
     def reward() -> None:
         request = collection.requests.request(rollout, indices, 0)
@@ -187,7 +187,7 @@ def _measure_update(ppo: PPOComponents, rows: int) -> Mapping[str, float]:
 def _scored(ppo: PPOComponents, rows: int) -> ScoredRollout:
     """Rows of all ranks with made-up scores."""
     rollout = _rollout(ppo, rows)
-    forwarded = ppo.collection.passes(rollout, _groups(ppo, rows))
+    forwarded = ppo.collection.passes(rollout, _groups_of_rank(ppo, rows))
     columns = {field.name: getattr(forwarded, field.name) for field in fields(forwarded)}
     scores = torch.rand(rows, device=ppo.device)
     sources = len(ppo.collection.requests.mixture.names)

@@ -66,8 +66,8 @@ def token_records_of(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str]
 ) -> list[TokenRecord]:
     """The records of a run; `sources` names its reward sources in the order of `source_scores`. A
-    feature offers `token_records.record_of` with these arguments, a `TokenRecord` or None."""
+    feature offers `token_records.token_record_of` with these arguments, a `TokenRecord` or None."""
     records: list[Any] = []
-    for record_of in hooks("token_records.record_of"):
-        records.append(record_of(config, tokenizer, sources))
+    for token_record_of in hooks("token_records.token_record_of"):
+        records.append(token_record_of(config, tokenizer, sources))
     return [record for record in records if record is not None]

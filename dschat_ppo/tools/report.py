@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(argv)
     if args.serve or args.port is not None:
-        return exit_code_of(lambda: serve(args))
+        return exit_code_of(lambda: serve_report(args))
     path = Path(REPORT)
     if args.out is not None:
         path = args.out
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def serve(args: argparse.Namespace) -> None:
+def serve_report(args: argparse.Namespace) -> None:
     """Serve the page of the runs until Ctrl-C."""
     if not args.serve:
         raise UserError("--port needs --serve")

@@ -25,7 +25,7 @@ from typing import Any
 
 from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.logging import print_line
-from dschat_ppo.common.loopback import LOCAL_NAMES, listen, refusal
+from dschat_ppo.common.loopback import LOCAL_NAMES, listen, reason_to_refuse
 from dschat_ppo.errors import UserError
 from dschat_ppo.features import hooks
 from dschat_ppo.tools import exit_code_of
@@ -59,7 +59,7 @@ def reward_app(score: Callable[[Sequence[str]], list[float]], host: str = "127.0
     async def refuse_web_sites(request: Any, answer: Any) -> Any:
         problem = None
         if host in LOCAL_NAMES:
-            problem = refusal(request.headers.get("host"), request.headers.get("origin"))
+            problem = reason_to_refuse(request.headers.get("host"), request.headers.get("origin"))
         if problem is not None:
             return PlainTextResponse(problem, status_code=400)
         return await answer(request)

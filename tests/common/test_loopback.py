@@ -2,7 +2,7 @@
 
 import pytest
 
-from dschat_ppo.common.loopback import refusal
+from dschat_ppo.common.loopback import reason_to_refuse
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from dschat_ppo.common.loopback import refusal
     ],
 )
 def test_refusals(host, origin, word):
-    problem = refusal(host, origin)
+    problem = reason_to_refuse(host, origin)
     if word is None:
         assert problem is None
     else:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from dschat_ppo.config.feature_flags import FlagNotes, Teaching
+from dschat_ppo.config.feature_flags import FlagNotes, LearnedFrom
 from dschat_ppo.config.schema import (
     check_values,
     flag,
@@ -191,7 +191,7 @@ class DistillationFlags(TeacherFlags):
 
 FLAGS = {"sft": SFTTeacherFlags, "ppo": DistillationFlags}
 NOTES = FlagNotes(
-    teaching=Teaching(
+    teaching=LearnedFrom(
         flags=("teacher_model_name_or_path", "teacher_prompt_column"),
         name="the teacher",
         advice=f"a teacher to learn from ({TEACHER})",

@@ -16,7 +16,7 @@ from dschat_ppo.features.explain.record_files import (
 )
 from dschat_ppo.features.explain.terminal import row_lines, step_lines
 from dschat_ppo.features.explain.token_page import page_of
-from dschat_ppo.html_report.run_folder import read_config
+from dschat_ppo.html_report.run_folder import flags_of_run
 
 
 def explain(args: argparse.Namespace) -> None:
@@ -48,7 +48,7 @@ def _require_record(run: Path, files: dict[int, Path]) -> None:
         return
     if not run.is_dir():
         raise UserError(f"{run}: there is no such folder")
-    config = read_config(run)
+    config = flags_of_run(run)
     if not config:
         raise UserError(f"{run}: is not the output folder of a run")
     if "actor_model_name_or_path" not in config:

@@ -36,7 +36,7 @@ from dschat_ppo.ppo.token_records import StepTokens, TokenRecord
 from dschat_ppo.types import Experience
 
 
-def record_of(
+def token_record_of(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str]
 ) -> TokenRecord | None:
     """The record that the flags ask for."""

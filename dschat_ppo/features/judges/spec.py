@@ -79,7 +79,7 @@ def parse_judge(text: str, flag: str = FLAG) -> JudgeSpec:
     wrong."""
     as_given = printable_line(f"{flag} {text}")
     source = parse_source_text(text, as_given, _is_model)
-    settings = _checked_settings(dict(source.settings), as_given)
+    settings = _known_settings(dict(source.settings), as_given)
     spec = JudgeSpec(
         model=source.name,
         weight=source.weight,
@@ -96,8 +96,8 @@ def parse_judge(text: str, flag: str = FLAG) -> JudgeSpec:
         served_model=settings["model"],
         flag=flag,
     )
-    _check_model(spec, as_given)
-    _check_fit(spec, source, as_given)
+    _check_judge_model(spec, as_given)
+    _check_settings_fit(spec, source, as_given)
     if spec.compare:
         spec = replace(spec, labels=_VERDICTS_OF_PAIR)
     if spec.is_address and spec.reads == LABELS:
@@ -124,7 +124,7 @@ def _is_model(head: str) -> bool:
     return head.startswith(("http://", "https://")) or os.path.isdir(split_weight(head)[0])
 
 
-def _checked_settings(given: dict[str, str], as_given: str) -> dict[str, str]:
+def _known_settings(given: dict[str, str], as_given: str) -> dict[str, str]:
     """The settings, with defaults for those that are not given. Each value is possible by
     itself."""
     for name, value in given.items():
@@ -170,7 +170,7 @@ def _labels_of(text: str, as_given: str) -> tuple[str, ...]:
     return tuple(labels)
 
 
-def _check_model(spec: JudgeSpec, as_given: str) -> None:
+def _check_judge_model(spec: JudgeSpec, as_given: str) -> None:
     """Refuse a missing name, and an address that is none or holds a key."""
     if not spec.model:
         raise UserError(
@@ -188,7 +188,7 @@ def _check_model(spec: JudgeSpec, as_given: str) -> None:
         )
 
 
-def _check_fit(spec: JudgeSpec, source: SourceText, as_given: str) -> None:
+def _check_settings_fit(spec: JudgeSpec, source: SourceText, as_given: str) -> None:
     """Refuse settings without effect, or that exclude each other."""
     given = dict(source.settings)
     if spec.compare and spec.rubric:
