@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import ChainMap
 
 import pytest
 from launch import forked, succeed
@@ -86,7 +87,7 @@ def test_bundles_are_bounded_and_replay_in_one_process(found, out, capsys):
     folders = sorted(path.name for path in (out / "skip/nonfinite").iterdir())
     # --max_nonfinite_skips and one
     assert folders == [f"step_00000{step}_rank_{rank}" for step in (5, 6)]
-    [programs] = hooks("programs.PROGRAMS")
+    programs = ChainMap(*hooks("programs.PROGRAMS"))
     assert programs["replay"]([str(out / "skip/nonfinite" / folders[1])]) == 0
     said = capsys.readouterr().out
     assert "loss nan" in said

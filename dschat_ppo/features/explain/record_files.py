@@ -100,7 +100,7 @@ class RecordedStep:
         rows: the recorded responses.
         row_count: responses of the PPO step.
         samples: indices of the responses in `samples.jsonl`, in its order.
-        flags: flag -> value, without credentials.
+        flags: flag -> value, of the algorithm.
         sources: names of the reward sources.
         constants: `kl_coef`; `aggregation` of the losses of tokens; `updates`, for each its
             denominators and the entropy coefficient; `whitening`, the tokens, mean and deviation of

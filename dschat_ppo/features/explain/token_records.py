@@ -18,7 +18,6 @@ from dschat_ppo.algorithms.aggregation import masked_sum
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import storage_errors, write_file
 from dschat_ppo.config.ppo_config import PPOConfig
-from dschat_ppo.config.step_config import flatten
 from dschat_ppo.features.explain.flags import RecordFlags
 from dschat_ppo.features.explain.record_files import (
     FOLDER,
@@ -89,7 +88,7 @@ class RecordWriter:
             "step": step_tokens.step,
             "row_count": len(rows.groups),
             "samples": samples,
-            "flags": flatten(self.config),
+            "flags": self._flags_of_algorithm(),
             "sources": self.sources,
             "groups": group_scores(rows),
             "constants": {
@@ -107,6 +106,11 @@ class RecordWriter:
         with storage_errors(path):
             path.parent.mkdir(exist_ok=True)
             write_file(path, content)
+
+    def _flags_of_algorithm(self) -> dict[str, Any]:
+        """The flags that say what the numbers mean; without paths and names of this run, so that a
+        run in another folder leaves the same bytes."""
+        return {**vars(self.config.algorithm), "ppo_epochs": self.config.ppo.ppo_epochs}
 
     def _tensors(self, step_tokens: StepTokens, indices: list[int]) -> dict[str, Numbers]:
         """The tensors of the file of some rows."""
