@@ -31,7 +31,7 @@ from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.data.encode import encode_prompt
-from dschat_ppo.errors import escaped
+from dschat_ppo.errors import printable_line
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel, response_logprobs
 from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
@@ -157,7 +157,8 @@ def show(
     print(f"{'KL to the reference, nats per token':42}{'':9}{summary['ppo_kl_per_token']:9.3f}")
     print(f"{'distinct answers':42}{'':9}{summary['distinct_answer_rate']:9.3f}")
     for question, before_text, after_text in samples:
-        print(escaped(f"\n  prompt: {question}\n  before: {before_text}\n  after : {after_text}"))
+        print(f"\n  prompt: {question}")
+        print(f"  before: {printable_line(before_text)}\n  after : {printable_line(after_text)}")
     outputs = {
         "models": ["sft", "reward", "ppo/actor", "ppo/critic"],
         "metrics": [f"{step}/metrics.jsonl" for step in STEPS],

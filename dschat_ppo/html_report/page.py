@@ -18,7 +18,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from dschat_ppo.common.atomic_files import write_file
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import METRICS, REPORT, RESULT, VALIDATION, shown_path
-from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError, reading
+from dschat_ppo.errors import (
+    NonFiniteError,
+    StopRequested,
+    UnhealthyRun,
+    UserError,
+    escaped,
+    reading,
+)
 from dschat_ppo.features import hooks
 from dschat_ppo.html_report.charts import charts
 from dschat_ppo.html_report.figures import OTHER_METRICS
@@ -28,8 +35,22 @@ from dschat_ppo.html_report.tables import flags, health, overview
 
 MOST_RUNS = 6  # that colours and dashes still distinguish
 ASSETS = Path(__file__).parent / "assets"
+
+
+def without_hidden_characters(value: Any) -> Any:
+    """A value that enters the page; a text of a run gets escapes such as `\\x00` for characters
+    that HTML forbids or does not show; HTML that is ready stays."""
+    if isinstance(value, str) and not hasattr(value, "__html__"):
+        return escaped(value)
+    return value
+
+
 JINJA = Environment(
-    loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    loader=FileSystemLoader(ASSETS),
+    autoescape=True,
+    finalize=without_hidden_characters,
+    undefined=StrictUndefined,
+    trim_blocks=True,
 )
 JINJA.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
 MOST_RESPONSE_CHARACTERS = 2000  # of one prompt or response

@@ -226,6 +226,14 @@ def test_an_answer_with_html_adds_no_element(tmp_path):
     assert EVIL in str(json.loads(data)) and not re.search("[<>&]", data)
 
 
+def test_hidden_characters_of_an_answer_are_escaped_and_its_lines_stay(tmp_path):
+    sample = SAMPLE | {"prompt": "p\x00", "answer": "a\x1b[2Jb\n\tc\x7f"}
+    shown = page(read_runs([write_run(tmp_path, ppo_lines(2), samples=[sample])]), 0.0)
+    assert r"p\x00" in shown and "a\\x1b[2Jb\n\tc\\x7f" in shown
+    body = re.sub("<(style|script).*?</\\1>", "", shown, flags=re.DOTALL)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", body)
+
+
 def test_the_page_loads_nothing(tmp_path):
     made = Tags(page(read_runs([write_run(tmp_path, ppo_lines(3))]), 0.0))
     assert not [
