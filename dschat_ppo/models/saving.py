@@ -31,6 +31,7 @@ from dschat_ppo.models.adapters.merging import matrices_of, merged_weight
 from dschat_ppo.models.architectures import first_position
 from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.models.model_folders import SCORE
+from dschat_ppo.models.tokenizers import save_tokenizer
 from dschat_ppo.models.weight_headers import checkpoint_dtype, weight_files
 from dschat_ppo.models.wrapped_models import ScalarModel, WrappedModel
 from dschat_ppo.types import Engine
@@ -255,7 +256,7 @@ def write_model(
                 _write_adapter(model, state, unfinished)
             else:
                 _write_whole_model(model, merged_state(model, state), unfinished, is_lm)
-            tokenizer.save_pretrained(unfinished)
+            save_tokenizer(tokenizer, unfinished)
             if form.card is not None:
                 text = form.card(as_adapter, tokenizer.chat_template is not None)
                 (unfinished / "README.md").write_text(text, encoding="utf-8")
@@ -421,6 +422,8 @@ def _write_adapter(model: PreTrainedModel, state: dict[str, Tensor], folder: Pat
     config.save_pretrained(str(folder))
     if hasattr(model, SCORE):
         model_config = deepcopy(model.config)
+        # The configuration may be that of the base, a language model.
+        model_config.architectures = [type(model).__name__]
         # the folder may be loaded without quantised weights
         if hasattr(model_config, "quantization_config"):
             del model_config.quantization_config

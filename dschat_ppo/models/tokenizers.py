@@ -1,9 +1,10 @@
-"""Load the tokenizer of a model folder, without the model classes of transformers, whose import
-takes seconds."""
+"""Load the tokenizer of a model folder, and save it, without the model classes of transformers,
+whose import takes seconds."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from dschat_ppo.models.model_folders import (
     files_key,
 )
 
+SENTENCEPIECE = "tokenizer.model"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 _READ: dict[tuple[Any, ...], PreTrainedTokenizerBase] = {}  # folder and its files -> tokenizer
 
 
@@ -89,3 +92,28 @@ def filler_id(tokenizer: PreTrainedTokenizerBase) -> int:
     if tokenizer.pad_token_id is None:
         return int(tokenizer.eos_token_id)
     return int(tokenizer.pad_token_id)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a tokenizer and its chat template to `folder`, with the SentencePiece file of the
+    folder from which the tokenizer was loaded.
+
+    transformers writes `tokenizer.json` alone. Other programs, such as llama.cpp's converter, read
+    the SentencePiece file in its place. That file lacks tokens that were added later, so
+    `tokenizer_config.json` lists them (`added_tokens_decoder`).
+    """
+    tokenizer.save_pretrained(folder)
+    if not tokenizer.name_or_path:  # made in memory
+        return
+    source = Path(tokenizer.name_or_path) / SENTENCEPIECE
+    if not source.is_file():
+        return
+    shutil.copyfile(source, folder / SENTENCEPIECE)
+    config_file = folder / TOKENIZER_CONFIG
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    config["added_tokens_decoder"] = {
+        str(token_id): token.__getstate__()
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+    }
+    text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)
+    config_file.write_text(text + "\n", encoding="utf-8")

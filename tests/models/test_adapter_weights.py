@@ -158,6 +158,12 @@ def test_a_reward_model_saves_its_head(assets, tmp_path):
     folder = saved(ScalarModel(model), assets, tmp_path / "adapter", False, {"reward_mean": 0.5})
     config = load_config(str(folder), "--m")
     assert (config.num_labels, config.reward_mean) == (1, 0.5), "step 3 reads the statistics"
+    assert config.architectures == ["LlamaForSequenceClassification"]
+    adapter_config = json.loads((folder / "adapter_config.json").read_text())
+    assert (adapter_config["task_type"], adapter_config["modules_to_save"]) == (
+        "SEQ_CLS",
+        ["score"],
+    )
     lengths = torch.tensor([11, 7, 3])
     with torch.no_grad():
         expected = ScalarModel(model).eval()(IDS, lengths, last_only=True)
@@ -213,6 +219,10 @@ def test_an_adapter_of_a_language_model_starts_a_reward_model_which_saves_its_he
     model = load_sequence_classifier(folder, "fp32", None, True, ModelChanges(adapter=LORA))
     train_a_little(model)
     continued = str(saved(ScalarModel(model), assets, tmp_path / "continued", merge=False))
+    assert load_config(continued, "--m").architectures == ["LlamaForSequenceClassification"]
+    plain = peft.AutoPeftModelForSequenceClassification.from_pretrained(continued, num_labels=1)
+    head = plain.base_model.model.score.modules_to_save["default"].weight
+    torch.testing.assert_close(head, model.score.weight, rtol=0, atol=0)
     assert check_sequence_classifier(continued, new_head=False) is False
     again = load_sequence_classifier(continued, "fp32", None, False)
     torch.testing.assert_close(again.score.weight, model.score.weight, rtol=0, atol=0)

@@ -4,6 +4,7 @@ tokenizers."""
 import json
 import math
 import os
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ from transformers import (
 from dschat_ppo.errors import NonFiniteError, UserError
 from dschat_ppo.models.loading import DTYPES, load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.saving import SavedForm, require_finite_weights, save_model, saved_dtype
-from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
+from dschat_ppo.models.tokenizers import filler_id, load_tokenizer, save_tokenizer
 from dschat_ppo.models.weight_headers import checkpoint_dtype
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.tools import toy
@@ -320,3 +321,35 @@ def test_the_format_of_a_checkpoint_is_that_of_its_largest_weight(tmp_path):
     assert checkpoint_dtype(str(tmp_path)) == torch.bfloat16
     torch.save({"a": small, "b": large.to(torch.int8)}, tmp_path / "pytorch_model.bin")
     assert checkpoint_dtype(str(tmp_path)) is None, "the run's own is taken"
+
+
+def test_a_sentencepiece_file_is_saved_with_the_tokens_that_were_added(assets, tmp_path):
+    shutil.copytree(assets / "lm", tmp_path / "start")
+    (tmp_path / "start/tokenizer.model").write_bytes(b"pieces")
+    tokenizer = load_tokenizer(str(tmp_path / "start"), "--model")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    tokenizer.add_tokens(["zebra"])
+    module = PolicyModel(load_causal_lm(str(assets / "lm"), "fp32", None))
+    save_model(SimpleNamespace(module=module), tokenizer, tmp_path / "end")
+    assert (tmp_path / "end/tokenizer.model").read_bytes() == b"pieces"
+    config = json.loads((tmp_path / "end/tokenizer_config.json").read_text())
+    added_tokens = {
+        token["content"]: (int(token_id), token["special"])
+        for token_id, token in config["added_tokens_decoder"].items()
+    }
+    assert added_tokens["<|turn|>"] == (tokenizer.convert_tokens_to_ids("<|turn|>"), True)
+    assert added_tokens["zebra"] == (tokenizer.convert_tokens_to_ids("zebra"), False)
+    again = load_tokenizer(str(tmp_path / "end"), "--model")
+    text = "Where is <|turn|>the zebra?"
+    assert again.encode(text) == tokenizer.encode(text)
+    assert again.all_special_tokens == tokenizer.all_special_tokens
+
+
+def test_without_a_sentencepiece_file_at_the_start_none_is_saved(assets, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"of another model")
+    tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
+    save_tokenizer(tokenizer, tmp_path / "loaded")
+    tokenizer.name_or_path = ""  # as of one made in memory
+    save_tokenizer(tokenizer, tmp_path / "made")
+    assert not list(tmp_path.glob("*/tokenizer.model"))
