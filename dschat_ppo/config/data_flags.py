@@ -356,6 +356,7 @@ class StepData:
     all_turns: bool = False  # whether every answer of a conversation trains
     use_settings: Any = None  # of a use that a feature adds; token rows depend on them
     prompt_columns: Sequence[PromptColumn] = ()  # of features, for the use "prompt"
+    eval_prompt_columns: Sequence[PromptColumn] = ()  # those of rows that only evaluate
     # keep the answer of the row with the prompt, for the use "prompt"; see `form_use`
     keeps_answers: bool = False
     lazy: LazyTraining | None = None  # None: all training rows are made before the run trains

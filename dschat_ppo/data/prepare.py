@@ -190,7 +190,8 @@ def settings_by_first_rows(
     """How rows of a data set are tokenised. Its columns and first rows decide the form, so that all
     steps agree; the form is logged."""
     if _only_evaluates(source, step):  # what only training reads is not asked of its rows
-        step = replace(step, prompt_columns=(), keeps_answers=False)
+        columns_of_eval = step.eval_prompt_columns
+        step = replace(step, prompt_columns=columns_of_eval, keeps_answers=False)
     has_template = tokenizer.chat_template is not None
     use = step.form_use
     form = detect_form(source.location, columns, first, has_template, step.flags, is_only, use)

@@ -46,6 +46,8 @@ from dschat_ppo.rewards.build_rewards import (
     check_routes,
     check_sandbox,
     check_sources,
+    checked_services,
+    further_routes,
 )
 from dschat_ppo.rewards.function_reward import FunctionReward, function_files, parse_function
 from dschat_ppo.rewards.learned_reward import saved_statistics, token_scoring
@@ -179,6 +181,7 @@ class CheckedFunctions:
             f" {config.algorithm.policy_loss}, {clipping}"
         )
         check_own_functions(config)
+        checked_services(config)  # fails here if one cannot be asked
         self.of_training = check_sources(config.rewards)
         if config.validation.eval_reward_function:
             reward = evaluation_reward(config)  # fails here if it cannot be used
@@ -259,7 +262,7 @@ def _check_rewards_of_rows(config: PPOConfig, functions: CheckedFunctions, rows:
     that the data have the columns that reward functions take."""
     data_rows = rows.at_hand["row"]
     are_all_rows = len(rows.at_hand) == len(rows.train)
-    routes = [(model.flag, model.sources) for model in config.further_models]
+    routes = further_routes(config, config.further_models)
     check_routes(config.rewards, rows.sources, data_rows, are_all_rows, routes)
     if are_all_rows:
         check_columns(functions.of_training, "--data_path", data_rows)

@@ -17,7 +17,8 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.features import hooks
 from dschat_ppo.rewards.call_forms import Signature, missing_columns
 from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, parse_function
-from dschat_ppo.rewards.remote_reward import RemoteReward, usable_urls
+from dschat_ppo.rewards.http_client import Service
+from dschat_ppo.rewards.remote_reward import RemoteReward, remote_service
 from dschat_ppo.rewards.reward_source import DATA_SOURCE, RewardMixture, RewardSource, is_routed_to
 from dschat_ppo.rewards.sandbox import Limits, isolation
 from dschat_ppo.types import Model
@@ -33,7 +34,8 @@ def check_sources(flags: RewardSourceFlags) -> list[CheckedFunction]:
     """Check the reward sources before any model is loaded, and return the functions; warn about
     what the sandbox lacks. Each function is imported once in a worker process that ends again.
     Remote services are not contacted."""
-    usable_urls(flags.remote_urls)
+    if flags.remote_urls:
+        remote_service(flags.remote_urls, flags.remote_reward_timeout)
     specs = [parse_function(text) for text in flags.reward_function]
     functions = list[CheckedFunction]()
     for spec in specs:
@@ -47,6 +49,26 @@ def check_sources(flags: RewardSourceFlags) -> list[CheckedFunction]:
             logger().info(f"{spec}: {description}")
     check_sandbox(flags, specs)
     return functions
+
+
+def checked_services(features: HasFeatures) -> list[Service]:
+    """The addresses at which features score; `UserError` if one cannot be asked. A feature offers
+    `reward_sources.services_of`."""
+    services: list[Service] = []
+    for services_of in hooks("reward_sources.services_of"):
+        services += services_of(features)
+    for service in services:
+        service.check()
+    return services
+
+
+def further_routes(
+    features: HasFeatures, models: Sequence[FurtherModel]
+) -> list[tuple[str, Sequence[str]]]:
+    """(flag, data sources) of the models and addresses of features, for `check_routes`."""
+    routes = [(model.flag, model.sources) for model in models]
+    routes += [(service.flag, service.sources) for service in checked_services(features)]
+    return routes
 
 
 def check_columns(functions: Sequence[CheckedFunction], flag: str, rows: Sequence[str]) -> None:
@@ -132,9 +154,9 @@ def check_routes(
     """Check that each route of a reward source, and of `others` (flag, data sources), leads to
     prompts.
 
-    `names`: of the data sets. `rows`: the data row of each training prompt, as JSON; at most
+    `names`: of the data sets. `rows`: the data row of each prompt, as JSON; at most
     `MOST_ROWS`, evenly spaced, are read. A route without prompts is an error only if all rows were
-    read and `are_all_rows` of the training, else a warning.
+    read and `are_all_rows` of the data, else a warning.
     """
     specs = map(parse_function, flags.reward_function)
     routes: list[tuple[str, Sequence[str]]] = [(str(spec), spec.sources) for spec in specs]
@@ -159,13 +181,11 @@ def check_routes(
                 continue
             if are_all_rows and len(rows) <= MOST_ROWS:
                 raise UserError(
-                    f"{flag}: no training prompt has the data source '{source}'; there are:"
-                    f" {listed}"
+                    f"{flag}: no prompt has the data source '{source}'; there are: {listed}"
                 )
             if source not in names:
                 logger().warning(
-                    f"{flag}: none of {count} training prompts has the data source '{source}', but:"
-                    f" {listed}"
+                    f"{flag}: none of {count} prompts has the data source '{source}', but: {listed}"
                 )
 
 

@@ -8,7 +8,6 @@ import json
 import os
 import ssl
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -34,29 +33,39 @@ VARIABLE = "DSCHAT_PPO_REMOTE_REWARD_URL"  # addresses with their credentials
 LABELS = (TRUTH, "label", "answer")
 
 
-def usable_urls(urls: list[str]) -> list[str]:
+def whole_urls(urls: Sequence[str]) -> list[str]:
     """The addresses; those with `***` in place of credentials must be in the environment and are
-    taken from it."""
+    taken from it. Later messages hide the credentials."""
     known = {
         without_credentials(url): url
         for url in map(str.strip, os.environ.get(VARIABLE, "").split(","))
     }
-    whole_urls = [known.get(url, url) for url in urls]
-    for url in whole_urls:
+    addresses = [known.get(url, url) for url in urls]
+    for url in addresses:
         if HIDDEN in url and url == without_credentials(url):
             raise UserError(
                 f"{FLAG} {url}: *** stands for credentials, which are not saved: give the flag with"
                 f" them, or set {VARIABLE} to the whole address"
             )
-        parsed = httpx.URL("")
-        with suppress(httpx.InvalidURL):
-            parsed = httpx.URL(url)
-        has_scheme = parsed.scheme in ("http", "https")
-        if not has_scheme or not parsed.host or (parsed.port or 80) >= 2**16:
-            # without credentials: a password with a slash makes it invalid
-            raise UserError(f"{FLAG} {url.rpartition('@')[2]}: {ADDRESS_NEEDED}")
         remember_credentials(url)
-    return whole_urls
+    return addresses
+
+
+def remote_service(
+    urls: Sequence[str], timeout: float, retries: int = 5, sources: Sequence[str] = ()
+) -> Service:
+    """The service at these addresses; `UserError` if it cannot be asked."""
+    service = Service(
+        flag=FLAG,
+        urls=whole_urls(urls),
+        expected=ADDRESS_NEEDED,
+        timeout=timeout,
+        timeout_flag="--remote_reward_timeout",
+        retries=retries,
+        sources=sources,
+    )
+    service.check()
+    return service
 
 
 class RemoteReward:
@@ -76,19 +85,17 @@ class RemoteReward:
         batch_size: int = 64,
         sources: Sequence[str] = (),
     ):
-        self.urls = usable_urls(urls)
-        self.service = Service(FLAG, self.urls, timeout, "--remote_reward_timeout", retries)
+        self.service = remote_service(urls, timeout, retries, sources)
         self.batch_size = batch_size
-        self.sources = sources
         self.certificates = ssl.create_default_context()  # of the system, or of SSL_CERT_FILE
-        self.service.client(self.certificates)  # fails here, before models are loaded
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
         """(B,) fp32 on the CPU; NaN for rows of other data sources, which are not sent.
         `RewardServiceError` if the service rejects a request (a status below 500 other than 429),
         replies with anything but one finite number per response, or does not reply in `1 + retries`
         attempts."""
-        rows = [index for index, row in enumerate(request.rows) if is_routed_to(self.sources, row)]
+        sources = self.service.sources
+        rows = [index for index, row in enumerate(request.rows) if is_routed_to(sources, row)]
         scores = torch.full((len(request),), torch.nan)
         routed = asyncio.run(self._score(request.select(rows)))
         scores[rows] = torch.tensor(routed, dtype=torch.float32)
@@ -104,7 +111,7 @@ class RemoteReward:
             first = dist.rank() + start // self.batch_size
             jobs.append(partial(self._score_batch, client, batch, first))
         async with client:
-            scores_of_batches = await run_all(jobs, len(self.urls))
+            scores_of_batches = await run_all(jobs, len(self.service.urls))
         return [score for scores in scores_of_batches for score in scores]
 
     async def _score_batch(

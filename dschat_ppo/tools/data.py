@@ -128,7 +128,7 @@ def show(args: argparse.Namespace, config: StepConfig) -> None:
     from dschat_ppo.data.templates import with_template_flags
     from dschat_ppo.models.model_folders import model_folder, settings_only
     from dschat_ppo.models.tokenizers import load_tokenizer
-    from dschat_ppo.rewards.build_rewards import check_routes
+    from dschat_ppo.rewards.build_rewards import check_routes, further_routes
     from dschat_ppo.run.start_and_end import log_samples
 
     folder = os.path.expanduser(args.tokenizer)
@@ -144,7 +144,7 @@ def show(args: argparse.Namespace, config: StepConfig) -> None:
             prepared.sources,
             prepared.train["row"],
             are_all_rows=args.rows is None,
-            others=[(model.flag, model.sources) for model in config.further_models],
+            others=further_routes(config, config.further_models),
         )
     held_out = 0
     if prepared.eval is not None:

@@ -15,11 +15,12 @@ from torch import Tensor
 from dschat_ppo.algorithms.evaluation_statistics import wilson_interval, win_shares
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
-from dschat_ppo.config.data_flags import StepData
+from dschat_ppo.config.data_flags import PromptColumn, StepData
 from dschat_ppo.data.cache import token_key
 from dschat_ppo.data.examples import MESSAGES
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.errors import UserError, in_one_line, without_credentials
+from dschat_ppo.features import hooks
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier, require_length
 from dschat_ppo.models.tokenizers import filler_id
@@ -49,8 +50,11 @@ from dschat_ppo.rewards.build_rewards import (
     CheckedFunction,
     build_sources,
     check_columns,
+    check_routes,
     check_sources,
+    checked_services,
     further_models,
+    further_routes,
     sources_with_models,
 )
 from dschat_ppo.rewards.learned_reward import model_reward
@@ -86,6 +90,7 @@ def evaluate_models(request: EvaluationRequest) -> Evaluated:
     rewards = request.rewards
     functions: list[CheckedFunction] = []
     if rewards is not None:
+        checked_services(request.features)  # fails here if one cannot be asked
         functions = check_sources(rewards)
     models = checked_models([("--model", name) for name in args.model], request.prompts)
     longest = args.max_prompt_seq_len + request.settings.max_tokens
@@ -100,6 +105,9 @@ def evaluate_models(request: EvaluationRequest) -> Evaluated:
     if further:
         checked_further = checked_models([(model.flag, model.name) for model in further], None)
     prompts, data_sets = _prompts(request, models)
+    if rewards is not None:
+        routes = further_routes(request.features, further)
+        check_routes(rewards, data_sets, prompts[0]["row"], not args.max_prompts, routes)
     check_columns(functions, "--data_path", prompts[0]["row"])
     folders = [model.folder for model in models]
     if reward_model is not None:
@@ -196,9 +204,18 @@ def _prepared_prompts(
 ) -> tuple[Dataset, tuple[str, ...]]:
     """The prompts as token rows of a model, and the names of their data sets."""
     limit = request.args.max_prompt_seq_len
-    step = StepData("prompt", request.prompts, limit, whole_flag="--data_path")
-    tools = described_tools(request.features, model.tokenizer, limit)
-    prepared = prepare(replace(step, tools=tools), model.tokenizer)
+    columns: list[PromptColumn] = []
+    for columns_of_evaluation in hooks("step_data.columns_of_evaluation"):
+        columns += columns_of_evaluation(request.features)
+    step = StepData(
+        "prompt",
+        request.prompts,
+        limit,
+        tools=described_tools(request.features, model.tokenizer, limit),
+        eval_prompt_columns=columns,
+        whole_flag="--data_path",
+    )
+    prepared = prepare(step, model.tokenizer)
     rows = prepared.eval
     if rows is None:
         raise UserError(

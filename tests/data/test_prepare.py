@@ -378,12 +378,18 @@ def test_flags_of_columns_are_about_all_data_sets(tmp_path):
     assert len(rows_for("sft", flags, eval_paths=[held]).eval) == len(ROWS)
     flags = flags_for(tmp_path, train, use="prompt", prompt_column="ask", response_column="say")
     further = PromptColumn("further_ids", lambda row, example, settings: [row["x"]], "x")
-    wanted = {"keeps_answers": True, "prompt_columns": [further]}
+    of_evaluation = PromptColumn("eval_ids", lambda row, example, settings: [len(row)], "")
+    wanted = {
+        "keeps_answers": True,
+        "prompt_columns": [further],
+        "eval_prompt_columns": [of_evaluation],
+    }
     found = rows_for(
         "prompt", flags, eval_paths=[write_jsonl(tmp_path / "p.jsonl", [{"prompt": "p"}])], **wanted
     )
     assert list(found.train["further_ids"]) == [[1]] * len(found.train)
     assert "further_ids" not in found.eval.column_names
+    assert "eval_ids" not in found.train.column_names and list(found.eval["eval_ids"]) == [[1]]
     for paths in ([held], [held, held]):
         with pytest.raises(UserError, match="--ignore_columns y z: no data set has such a column"):
             rows_for("sft", flags_for(tmp_path, *paths, ignore_columns=["y\nz"]))

@@ -79,7 +79,7 @@ def test_all_sources_with_their_weights():
     function, remote = mixture.sources[1][0], mixture.sources[3][0]
     assert (len(function.pool.workers), function.pool.workers[0].seconds) == (3, 9.0)
     assert mixture.default == -7.0
-    assert (remote.urls, remote.service.timeout) == (
+    assert (remote.service.urls, remote.service.timeout) == (
         ["http://127.0.0.1:9/a", "http://127.0.0.1:9/b"],
         4.0,
     )
@@ -135,6 +135,9 @@ SOURCES = [
     ({"remote_reward_url": "http://a,"}, "--remote_reward_url"),
     ({"reward_model_name_or_path": "m"}, "--reward_model_name_or_path"),
     ({"remote_reward_url": "http://a/b,ftp://c"}, "--remote_reward_url ftp://c"),
+    ({"remote_reward_url": "http:///b"}, "--remote_reward_url http:///b: must be an address"),
+    ({"remote_reward_url": "http://a:99999/b"}, "--remote_reward_url http://a:99999/b: must be an"),
+    ({"remote_reward_url": "http://a b/"}, "--remote_reward_url http://a b/: must be an address"),
     (
         {"reward_function": ["code_tests"], "reward_timeout": 6.0},
         "wall_seconds=6 must be below --reward_timeout 6",
@@ -150,6 +153,12 @@ def test_invalid_sources_are_rejected_before_models_load(changes, problem):
     with pytest.raises(UserError, match="^--") as refused:
         check_sources(flags(**{"reward_function": ["exact_match"], **changes}))
     assert problem in str(refused.value)
+
+
+def test_a_proxy_that_cannot_be_used_is_refused_before_models_load(monkeypatch):
+    monkeypatch.setenv("http_proxy", "ftp://h")
+    with pytest.raises(UserError, match="--remote_reward_url: a proxy of the environment .*ftp"):
+        check_sources(flags(remote_reward_url="http://a/b"))
 
 
 @pytest.mark.parametrize(
@@ -198,7 +207,7 @@ def test_a_route_without_a_prompt_is_an_error():
         check_routes(wanted, ["math", "code"], rows_of("maths", "math", "chat"))
     assert (
         str(refused.value)
-        == "--reward_function math,code=exact_match: no training prompt has the data source "
+        == "--reward_function math,code=exact_match: no prompt has the data source "
         "'code'; there are: chat, math, maths"
     )
 
@@ -209,9 +218,7 @@ def test_a_route_that_a_sample_does_not_show_is_a_warning(monkeypatch, capsys):
     check_routes(wanted, ["c"], rows)
     assert capsys.readouterr().out == "", "the last of the four is a 'b'; 'c' is a data set's name"
     check_routes(wanted, ["d"], rows)
-    assert (
-        "none of 4 training prompts has the data source 'c', but: a, b" in capsys.readouterr().out
-    )
+    assert "none of 4 prompts has the data source 'c', but: a, b" in capsys.readouterr().out
 
 
 class Fourfold(Model):
@@ -256,7 +263,7 @@ def test_the_learned_reward_and_the_service_can_have_a_route(monkeypatch):
         (["chat", "code"], "--reward_model_sources"),
         (["chat", "math"], "--remote_reward_sources"),
     ):
-        with pytest.raises(UserError, match=f"^{flag}: no training prompt has the data source"):
+        with pytest.raises(UserError, match=f"^{flag}: no prompt has the data source"):
             check_routes(wanted, [], rows_of(*names))
 
 

@@ -99,7 +99,7 @@ def test_hidden_credentials_come_from_the_environment(monkeypatch):
             RemoteReward([url], 1.0, 0, 1)
         whole = url.replace("***", "me:s3cret")
         monkeypatch.setenv(remote_reward.VARIABLE, f"http://other/, {whole}")
-        assert RemoteReward([url, "http://b/"], 1.0, 0, 1).urls == [whole, "http://b/"]
+        assert RemoteReward([url, "http://b/"], 1.0, 0, 1).service.urls == [whole, "http://b/"]
 
 
 def test_the_form_of_a_request(serve):

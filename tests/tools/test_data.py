@@ -168,10 +168,10 @@ def test_routes_are_checked_as_in_training(preview, tmp_path):
     words = ("--step", 3, "--data_path", path, "--data_split", "0,0,1", "--reward_function")
     code, _, error = preview(*words, "math=numeric_match")
     assert code == 2 and error.count("\n") == 1
-    assert "no training prompt has the data source 'math'; there are: openai/gsm8k" in error
+    assert "no prompt has the data source 'math'; there are: openai/gsm8k" in error
     assert preview(*words, "openai/gsm8k=numeric_match")[::2] == (0, "")
     code, shown, _ = preview(*words, "math=numeric_match", "--rows", 2)  # there are more prompts
-    assert code == 0 and "none of 2 training prompts has the data source 'math'" in shown
+    assert code == 0 and "none of 2 prompts has the data source 'math'" in shown
 
 
 def test_a_quick_look_reads_the_first_rows_only(preview, tmp_path):

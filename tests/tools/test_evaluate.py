@@ -210,6 +210,28 @@ def test_pairs_are_the_best_and_the_worst_of_a_tournament(assets, tmp_path):
     assert len(expected) > PROMPTS / 2
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--judge http:///v1", "--judge http:///v1: must be an address such as http://host:8000"),
+        ("--judge other=http://h/v1", "--judge: no prompt has the data source 'other'; there are"),
+        ("--reward_function other=length", "other=length: no prompt has the data source 'other'"),
+        ("--judge J?rubric=r", "prompts.jsonl, row 1: has no value at 'r' (--judge J: rubric=r)"),
+        ("--judge J?compare=reference", "prompts.jsonl, row 1: has no right answer"),
+    ],
+)
+def test_sources_that_fit_no_prompt_are_refused_before_a_model_is_loaded(
+    assets, monkeypatch, words, message
+):
+    monkeypatch.setattr(module, "load_causal_lm", None)
+    every_row = words_of(assets, *words.replace("J?", f"{assets / 'lm'}?").split())
+    every_row[every_row.index("--max_prompts") + 1] = "0"
+    every_row[every_row.index("--max_prompt_seq_len") + 1] = "400"
+    with pytest.raises(UserError) as refused:
+        evaluate_models(evaluation_request(every_row))
+    assert message.replace("--judge J:", f"--judge {assets / 'lm'}:") in str(refused.value)
+
+
 def test_several_data_sets_have_lines_of_their_own_in_the_table(found):
     rows = [replace(found.results[0].prompts[0], data_source=name) for name in "ab"]
     numbers = {"score": 0.5, "score/a": 0.25, "score/b": 0.75}

@@ -15,6 +15,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from dschat_ppo.checkpoint.journal import Journal
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.data.batches import collate_prompts
@@ -24,12 +25,12 @@ from dschat_ppo.data.rendered import known_variables
 from dschat_ppo.data.reply_tokens import ends_in_thought
 from dschat_ppo.data.templates import Variables
 from dschat_ppo.errors import UserError, printable_line
+from dschat_ppo.features.environments.checkpoint_folders import JOURNAL
 from dschat_ppo.features.environments.environments import Turn
 from dschat_ppo.features.environments.episode_processes import Episodes
 from dschat_ppo.features.environments.flags import EnvironmentFlags
 from dschat_ppo.features.environments.journal import (
     FIRST_ROLLOUT,
-    Journal,
     JournalledEpisodes,
     RolloutKey,
 )
@@ -81,9 +82,9 @@ class EpisodeRollouts:
         self.tools = processes.tools
         self.journalled = None
         if output is not None:
-            self.journalled = JournalledEpisodes(
-                processes, Journal(output), flags.gives_reward, [path for _, path in flags.files]
-            )
+            journal = Journal(output, JOURNAL, "environments")
+            files = [path for _, path in flags.files]
+            self.journalled = JournalledEpisodes(processes, journal, flags.gives_reward, files)
         self.episodes = self.journalled or processes
         if self.tools and tokenizer.chat_template is None:
             self.close()
@@ -134,12 +135,14 @@ class EpisodeRollouts:
         Returns:
             The prompts, one for each row, or for each episode if some of a row begin in different
             ways; and the turns of the episodes. An episode that does not begin has its plain prompt
-            and no turns; if none of any rank begins, that is a `UserError`.
+            and no turns; if none of any rank begins, that is a `UserError`, as is a journal that
+            cannot be read.
         """
         token_rows = rows[list(indices)]
         data_rows: list[Row] = [json.loads(text) for text in token_rows["row"]]
         if self.journalled is not None:
             self.journalled.begin(key)
+            self.journalled.journal.raise_problem()
         openings = self._openings(token_rows["prompt_ids"], data_rows, samples, seeds, cancelled)
         prompts = list[list[int]]()
         records = list[EpisodeRecord]()
@@ -235,10 +238,13 @@ class EpisodeRollouts:
     def end(self, rollout: Rollout, turns: EpisodeTurns, cancelled: bool, counts: bool) -> Rollout:
         """The rollout with the rewards of its turns, each on the last token of its action, and the
         rows whose environment failed. Its episodes enter the metrics if it `counts`. `UserError` if
-        all environments of the first rollout failed, on any rank. Collective."""
+        all environments of the first rollout failed, on any rank; `StorageError` if a journal could
+        not be written. Collective."""
         if not cancelled:
             turns.finish()
         self.episodes.end_all()
+        if self.journalled is not None:
+            self.journalled.journal.raise_problem()
         turn_rewards = torch.zeros_like(rollout.rollout_logprobs)  # (B, R)
         if not cancelled:
             for row, record in enumerate(turns.records):

@@ -11,29 +11,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dschat_ppo.checkpoint.store import CheckpointFolder
-from dschat_ppo.common import dist
-from dschat_ppo.common.atomic_files import (
-    checksum,
-    make_folder,
-    storage_errors,
-    sync_entries,
-    sync_file,
-)
-from dschat_ppo.errors import reading
-from dschat_ppo.features.environments.checkpoint_folders import JOURNAL
+from dschat_ppo.checkpoint.journal import Journal
+from dschat_ppo.common.atomic_files import checksum
 from dschat_ppo.features.environments.environments import Turn
 from dschat_ppo.features.environments.episode_processes import ENDED, Episodes
 from dschat_ppo.rewards.worker_pool import CallError
-
-SYNC_SECONDS = 0.05  # a power loss takes at most the answers of so long
 
 
 @dataclass(frozen=True)
@@ -46,100 +34,6 @@ class RolloutKey:
 
 
 FIRST_ROLLOUT = RolloutKey(step=0, rollout="", first=0)
-
-
-class Journal:
-    """Answers by question, in a file for each PPO step and rank; a line for each. Every rank reads
-    those of all."""
-
-    def __init__(self, output: Path):
-        self.checkpoints = CheckpointFolder(output)
-        self.folder = self.checkpoints.root / JOURNAL  # goes with the checkpoints
-        self.known = dict[str, Any]()  # of this step, from before this start
-        self._step = -1
-        self._lines = list[bytes]()
-        self._path = self.folder
-        self._synced = 0.0
-
-    def begin(self, step: int) -> None:
-        """Read the answers of PPO step `step`. Rank 0 removes those of steps that no checkpoint
-        leads to."""
-        if step == self._step:
-            return
-        self.sync()
-        oldest_step = self._oldest_step(step)
-        self._step = step
-        self.known = {}
-        self._path = self.folder / f"step_{step:06d}_rank_{dist.rank()}.jsonl"
-        with storage_errors(self.folder):
-            make_folder(self.folder)
-            for file in sorted(self.folder.glob("step_*.jsonl")):
-                step_of_file = int(file.name.split("_")[1])
-                if step_of_file == step:
-                    self._read(file)
-                elif step_of_file < oldest_step and dist.is_main():
-                    file.unlink(missing_ok=True)
-
-    def _oldest_step(self, step: int) -> int:
-        """The step of the oldest checkpoint that a run resumes from by itself; `step` if there is
-        none. The best one stays for its model, and files since then would add up."""
-        names = self.checkpoints.names()
-        if len(names) > 1:
-            best = self.checkpoints.best()
-            names = [name for name in names if name != best]
-        if not names:
-            return step
-        return int(names[0].split("_")[1])
-
-    def _read(self, file: Path) -> None:
-        """Read the answers in a file. A last line without its end was cut by a crash: this rank
-        removes it from its own file."""
-        *lines, cut_line = file.read_bytes().split(b"\n")
-        with reading(f"{file}: is damaged; remove it, and environments are asked again"):
-            for line in lines:
-                self.known |= json.loads(line)
-        if cut_line and file == self._path:
-            with file.open("rb+") as opened:
-                opened.truncate(sum(len(line) + 1 for line in lines))
-
-    def add(self, question: str, turn: Turn | CallError) -> None:
-        """Note an answer; `write` puts it into the file."""
-        if isinstance(turn, CallError):
-            answer = {"error": str(turn)}
-        else:
-            answer = asdict(turn)
-        self._lines.append(json.dumps({question: answer}).encode() + b"\n")
-
-    def forget(self) -> None:
-        """Remove the answers of this step, of all ranks, after the last one was written."""
-        self._lines.clear()
-        if dist.is_main():
-            for file in self.folder.glob(f"step_{self._step:06d}_rank_*.jsonl"):
-                file.unlink(missing_ok=True)
-
-    def write(self) -> None:
-        """Write the new answers, where they survive the end of this process; and of the machine
-        after a moment."""
-        if not self._lines:
-            return
-        with storage_errors(self._path):
-            is_new = not self._path.exists()
-            with self._path.open("ab") as file:
-                file.write(b"".join(self._lines))
-                file.flush()
-                self._lines.clear()
-                if time.monotonic() >= self._synced + SYNC_SECONDS:
-                    sync_file(file.fileno())
-                    self._synced = time.monotonic()
-            if is_new:
-                sync_entries(self.folder)
-
-    def sync(self) -> None:
-        """Flush the file to the disk."""
-        self.write()
-        if self._path.is_file():
-            with storage_errors(self._path):
-                sync_entries(self._path)
 
 
 @dataclass(eq=False)
@@ -245,7 +139,7 @@ class JournalledEpisodes:
             answers.append((episode_index, turn))
             # not that its process ended, which also happens when the whole job is killed
             if not (is_error and str(turn).startswith(ENDED)):
-                self.journal.add(episode.question, turn)
+                self.journal.add(episode.question, _answer_of(turn))
         self.journal.write()
         return answers
 
@@ -263,3 +157,10 @@ class JournalledEpisodes:
     def close(self) -> None:
         """End the processes."""
         self.episodes.close()
+
+
+def _answer_of(turn: Turn | CallError) -> dict[str, Any]:
+    """What the journal keeps of a turn, or of a call that failed."""
+    if isinstance(turn, CallError):
+        return {"error": str(turn)}
+    return asdict(turn)

@@ -10,24 +10,55 @@ import os
 import ssl
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dschat_ppo.common import dist
-from dschat_ppo.common.atomic_files import make_folder, storage_errors
+from dschat_ppo.checkpoint.journal import Journal
 from dschat_ppo.errors import UserError, remember_secret
 from dschat_ppo.features.judges.spec import TEXT, JudgeSpec
 from dschat_ppo.features.judges.written import CERTAIN, written_logprobs
-from dschat_ppo.rewards.http_client import Service, beginning_of, httpx, run_all
+from dschat_ppo.rewards.http_client import (
+    Service,
+    UnreadableRequestError,
+    beginning_of,
+    httpx,
+    run_all,
+)
 from dschat_ppo.rewards.reward_source import RewardServiceError
 
 KEY = "DSCHAT_PPO_JUDGE_KEY"  # variable of the environment
 _LEAST_SHARE = 0.5  # of the probability that labels must have
+
+
+def service_of(spec: JudgeSpec, timeout: float) -> Service:
+    """The address of a judge, with its key. `timeout`: seconds of a request."""
+    headers = {}
+    key = os.environ.get(KEY, "").strip()
+    if key:
+        remember_secret(key)
+        if not key.isascii() or not key.isprintable():
+            raise UserError(f"the variable {KEY} holds characters that a header cannot have")
+        headers["Authorization"] = f"Bearer {key}"
+    advice_on_key = f"set {KEY} to the key of the address"
+    return Service(
+        flag=spec.flag,
+        urls=[spec.model],
+        expected="must be an address such as http://host:8000/v1",
+        timeout=timeout,
+        timeout_flag="--judge_timeout",
+        headers=headers,
+        advice={
+            401: advice_on_key,
+            403: advice_on_key,
+            404: "correct the address, or name one of its models with ?model=NAME",
+        },
+        sources=spec.sources,
+    )
 
 
 class AddressReader:
@@ -35,70 +66,64 @@ class AddressReader:
 
     Args:
         spec: the judge.
-        timeout: seconds of a request.
+        service: its address.
         at_once: requests at a time.
         seed: of the run.
-        journal: folder of what judges said; None: it is not kept.
+        journal: what judges said in this PPO step before a crash; None: nothing is kept.
     """
 
-    scores_elsewhere = True
-
     def __init__(
-        self, spec: JudgeSpec, timeout: float, at_once: int, seed: int, journal: Path | None
+        self, spec: JudgeSpec, service: Service, at_once: int, seed: int, journal: Journal | None
     ):
         self.spec = spec
         self.at_once = at_once
         self.seed = seed
+        self.journal = journal
         self.asked = 0
         self.tokens_in = 0
         self.tokens_out = 0
         self.unread = ""  # the beginning of the first reply without a verdict
-        headers = {}
-        key = os.environ.get(KEY, "").strip()
-        if key:
-            remember_secret(key)
-            if not key.isascii() or not key.isprintable():
-                raise UserError(f"{KEY}: holds characters that a header cannot have")
-            headers["Authorization"] = f"Bearer {key}"
-        make_service = partial(
-            Service,
-            flag=spec.flag,
-            timeout=timeout,
-            timeout_flag="--judge_timeout",
-            headers=headers,
-        )
-        self._chat = make_service(urls=[f"{spec.model}/chat/completions"])
-        self._models = make_service(urls=[f"{spec.model}/models"])
+        self._chat = replace(service, urls=[f"{spec.model}/chat/completions"])
+        self._models = replace(service, urls=[f"{spec.model}/models"])
         self._model = spec.served_model
         self._certificates = ssl.create_default_context()
-        self._known = dict[str, list[float]]()  # digest of a question -> log-probs of labels
-        self._file: Path | None = None
-        if journal is not None:
-            self._file = journal / f"rank_{dist.rank()}.jsonl"
-            self._read_journal(journal)
+
+    def begin(self, step: int) -> None:
+        """Read what judges said in PPO step `step` before a crash."""
+        self.unread = ""
+        if self.journal is not None:
+            self.journal.begin(step)
 
     def logprobs(self, questions: Sequence[str]) -> Tensor:
         """Log-probs of the labels, (n, L) fp64; NaN for a reply without a verdict. A verdict that
         was written has nearly all of the probability. `RewardServiceError` if the address does not
-        reply."""
+        reply, `StorageError` if the journal cannot be written."""
         if questions and not self._model:
             self._model = asyncio.run(self._only_model())
-        digests = [self._digest(question) for question in questions]
-        new = {
-            digest: question
-            for digest, question in zip(digests, questions, strict=True)
-            if digest not in self._known
-        }
-        if new:
-            asyncio.run(self._ask_all(new))
-        unread = [math.nan] * len(self.spec.labels)
-        rows = [self._known.get(digest, unread) for digest in digests]
+        rows = asyncio.run(self._ask_all(questions))
+        if self.journal is not None and self.journal.problem is not None:
+            raise self.journal.problem
         return torch.tensor(rows, dtype=torch.float64).view(len(rows), len(self.spec.labels))
 
-    async def _ask_all(self, questions: dict[str, str]) -> None:
+    async def _ask_all(self, questions: Sequence[str]) -> list[list[float]]:
         async with self._chat.client(self._certificates) as client:
-            jobs = [partial(self._ask, client, *item) for item in questions.items()]
-            await run_all(jobs, self.at_once)
+            jobs = [partial(self._known_or_asked, client, question) for question in questions]
+            return await run_all(jobs, self.at_once)
+
+    async def _known_or_asked(self, client: httpx.AsyncClient, question: str) -> list[float]:
+        """Log-probs of the labels, from the journal if it has them; NaN without a verdict. A reply
+        without one is not kept: a later start may find a judge that can be read."""
+        digest = self._digest(question)
+        if self.journal is not None and digest in self.journal.known:
+            known: list[float] = self.journal.known[digest]
+            return known
+        logprobs = await self._ask(client, question)
+        if logprobs is None:
+            return [math.nan] * len(self.spec.labels)
+        if self.journal is not None:
+            self.journal.add(digest, logprobs)
+            self.journal.write()
+        return logprobs
 
     async def _only_model(self) -> str:
         """The name of the only model at the address."""
@@ -114,8 +139,9 @@ class AddressReader:
             )
         return names[0]
 
-    async def _ask(self, client: httpx.AsyncClient, digest: str, question: str) -> None:
-        """Ask a question, and keep the reply."""
+    async def _ask(self, client: httpx.AsyncClient, question: str) -> list[float] | None:
+        """Log-probs of the labels; None without a verdict, also if the judge says that it cannot
+        read the question, such as one that is too long for it."""
         query: dict[str, Any] = {
             "model": self._model,
             "messages": [{"role": "user", "content": question}],
@@ -125,7 +151,12 @@ class AddressReader:
             query["seed"] = self.seed
         else:
             query |= {"max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": 20}
-        content, url = await self._chat.request(client, json.dumps(query).encode())
+        self.asked += 1
+        try:
+            content, url = await self._chat.request(client, json.dumps(query).encode())
+        except UnreadableRequestError as problem:
+            self.unread = self.unread or str(problem)
+            return None
         try:
             reply = json.loads(content)
             choice = reply["choices"][0]
@@ -134,20 +165,16 @@ class AddressReader:
                 f"{self.spec.flag} {url}: its reply is not JSON with 'choices' (it starts with"
                 f" '{beginning_of(content)}')"
             ) from None
+        with suppress(TypeError, LookupError, ValueError):  # a server may count nothing
+            self.tokens_in += int(reply["usage"]["prompt_tokens"])
+            self.tokens_out += int(reply["usage"]["completion_tokens"])
         if self.spec.reads == TEXT:
             logprobs = logprobs_of_text(choice, self.spec.labels)
         else:
             logprobs = logprobs_of_tokens(choice, self.spec.labels)
-        self.asked += 1
-        usage = reply.get("usage")
-        if isinstance(usage, dict):
-            self.tokens_in += int(usage.get("prompt_tokens") or 0)
-            self.tokens_out += int(usage.get("completion_tokens") or 0)
-        if logprobs is None:  # not kept: a later run may find a judge that can be read
+        if logprobs is None:
             self.unread = self.unread or beginning_of(json.dumps(choice).encode())
-            return
-        self._known[digest] = logprobs
-        self._write_journal(digest, logprobs)
+        return logprobs
 
     def _digest(self, question: str) -> str:
         """What a question is known by."""
@@ -156,26 +183,6 @@ class AddressReader:
         if spec.reads == TEXT:
             told += [spec.max_tokens, spec.temperature, self.seed]
         return sha256(json.dumps(told).encode()).hexdigest()[:32]
-
-    def _read_journal(self, folder: Path) -> None:
-        """Read what judges said to any rank before this start. A line that a crash has cut is
-        skipped."""
-        with storage_errors(folder):
-            make_folder(folder)
-            for file in sorted(folder.glob("rank_*.jsonl")):
-                for line in file.read_bytes().split(b"\n"):
-                    try:
-                        self._known |= json.loads(line)
-                    except ValueError:
-                        continue
-
-    def _write_journal(self, digest: str, logprobs: list[float]) -> None:
-        """Keep a reply on the disk."""
-        if self._file is None:
-            return
-        with storage_errors(self._file), self._file.open("ab") as opened:
-            # the line break first: a crash may have cut the last line
-            opened.write(b"\n" + json.dumps({digest: logprobs}).encode())
 
 
 def logprobs_of_tokens(choice: Any, labels: Sequence[str]) -> list[float] | None:

@@ -32,6 +32,9 @@ class LabelReader:
     tokens_out: int = 0
     unread: str = ""  # no reply is without a verdict
 
+    def begin(self, step: int) -> None:
+        """Nothing of a step is kept."""
+
     @torch.no_grad()
     def logprobs(self, questions: Sequence[Sequence[int]]) -> Tensor:
         """log p(label, end | question), (n, L) fp64 on the CPU, of n questions as token ids; each

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from dschat_ppo.checkpoint.store import CheckpointFolder
+from dschat_ppo.checkpoint.journal import Journal
 from dschat_ppo.config.feature_flags import HasFeatures
-from dschat_ppo.features.judges.addresses import AddressReader
+from dschat_ppo.features.judges.addresses import AddressReader, service_of
 from dschat_ppo.features.judges.checkpoint_folders import JOURNAL
 from dschat_ppo.features.judges.flags import JudgeFlags, TrainingJudgeFlags
 from dschat_ppo.features.judges.labels import LabelReader
@@ -18,9 +18,16 @@ from dschat_ppo.features.judges.verdicts import Asking
 from dschat_ppo.features.judges.written import TextReader
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.tokenizers import read_tokenizer
+from dschat_ppo.rewards.http_client import Service
 from dschat_ppo.rewards.learned_reward import most_tokens
 from dschat_ppo.rewards.reward_source import RewardSource
 from dschat_ppo.types import Model
+
+
+def services_of(features: HasFeatures) -> list[Service]:
+    """The addresses of the judges."""
+    flags = features.of(JudgeFlags)
+    return [service_of(spec, flags.judge_timeout) for spec in flags.all_specs if spec.is_address]
 
 
 def sources_of(
@@ -38,14 +45,16 @@ def sources_of(
     if not trains:
         specs = features.of(TrainingJudgeFlags).evaluation_specs
     sources: list[tuple[RewardSource, float]] = []
-    for spec in specs:
+    for ordinal, spec in enumerate(specs, start=1):
         reader: JudgeReader
         if spec.is_address:
             prompts = JudgePrompts(spec, None)
             journal = None
             if output is not None:
-                journal = CheckpointFolder(output).root / JOURNAL
-            reader = AddressReader(spec, flags.judge_timeout, flags.judge_requests, seed, journal)
+                writer = f"{spec.flag.removeprefix('--')}_{ordinal}"
+                journal = Journal(output, JOURNAL, "judges", writer)
+            service = service_of(spec, flags.judge_timeout)
+            reader = AddressReader(spec, service, flags.judge_requests, seed, journal)
         else:
             role = flags.roles[spec.model]
             folder = folders[role]

@@ -52,6 +52,9 @@ class JudgeReader(Protocol):
     tokens_out: int
     unread: str  # the beginning of the first reply without a verdict
 
+    def begin(self, step: int) -> None:
+        """The questions of a call in PPO step `step` follow."""
+
     def logprobs(self, questions: Sequence[Any]) -> Tensor:
         """Log-probs of the labels, (n, L) fp64, NaN where a reply has no verdict."""
 
@@ -95,7 +98,7 @@ class JudgeReward:
         if request.step != self._step:
             self._logprobs.clear()
             self._step = request.step
-        self.reader.unread = ""
+        self.reader.begin(request.step)
         # a response whose environment failed is no rival of others, and gets no verdict
         environment_failed = [False] * len(request)
         if "failed" in rollout.extra:
@@ -165,7 +168,8 @@ class JudgeReward:
 
     def take_metrics(self, name: str) -> dict[str, float]:
         """Metrics over all ranks since the last call, under the `name` of the source in the run;
-        {} if it scored nothing. Collective."""
+        {} if it scored nothing. What was asked is forgotten. Collective."""
+        self._logprobs.clear()
         tallies = [Tally(*values) for values in dist.gather_objects(astuple(self._tally))]
         self._tally = Tally()
         responses = sum(tally.responses for tally in tallies)

@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from dschat_ppo.config.data_flags import PromptColumn, StepData
+from dschat_ppo.config.feature_flags import HasFeatures
+from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError
-from dschat_ppo.features.judges.flags import TrainingJudgeFlags
+from dschat_ppo.features.judges.flags import JudgeFlags, TrainingJudgeFlags
 from dschat_ppo.features.judges.rubric import criteria_of
 from dschat_ppo.features.judges.spec import REFERENCE, JudgeSpec
 
 
 def changed(config: StepConfig, data: StepData) -> StepData:
-    """`data` with a column for each judge of the training rows that needs something of them: its
-    count, which is checked when a row is read, so that messages name file and row."""
-    if config.kind != "ppo":
+    """`data` with the `columns_of` the judges of training rows, and of rows that evaluate."""
+    if not isinstance(config, PPOConfig):
         return data
-    columns = list(data.prompt_columns)
-    for ordinal, spec in enumerate(config.of(TrainingJudgeFlags).specs, start=1):
+    flags = config.of(TrainingJudgeFlags)
+    evaluating: Sequence[JudgeSpec] = ()
+    if flags.eval_judge:
+        evaluating = flags.evaluation_specs
+    elif not config.validation.eval_reward_function:  # the training reward scores them
+        evaluating = flags.specs
+    return replace(
+        data,
+        prompt_columns=[*data.prompt_columns, *columns_of(flags.specs)],
+        eval_prompt_columns=[*data.eval_prompt_columns, *columns_of(evaluating)],
+    )
+
+
+def columns_of_evaluation(features: HasFeatures) -> list[PromptColumn]:
+    """The `columns_of` the judges of `tools.evaluate`."""
+    return columns_of(features.of(JudgeFlags).specs)
+
+
+def columns_of(specs: Sequence[JudgeSpec]) -> list[PromptColumn]:
+    """A column for each judge that needs something of the rows that it scores: its count, which is
+    checked when a row is read, so that messages name file and row."""
+    columns = []
+    for ordinal, spec in enumerate(specs, start=1):
         if spec.rubric or spec.compare == REFERENCE:
             name = f"judge_{ordinal}_needs"
             identity = f"{spec.rubric} {spec.compare} {','.join(spec.sources)}"
             columns.append(PromptColumn(name, partial(counted_needs, spec), identity))
-    return replace(data, prompt_columns=columns)
+    return columns
 
 
 def counted_needs(spec: JudgeSpec, row: dict[str, Any], example: Any, settings: Any) -> list[int]:

@@ -61,6 +61,10 @@ class TextReader:
     unread: str = ""  # the beginning of the first text without a verdict
     _config: GenerationConfig | None = None  # with the engine that fits the model
 
+    def begin(self, step: int) -> None:
+        """Forget what was unread before."""
+        self.unread = ""
+
     def logprobs(self, questions: Sequence[Sequence[int]]) -> Tensor:
         """Log-probs of the labels, (n, L) fp64, of n questions as token ids; NaN for a text without
         a verdict. A verdict that was written has nearly all of the probability. Collective: where

@@ -105,6 +105,4 @@ def test_a_route_without_prompts_is_refused(assets, tmp_path, capsys):
     words = f"--step 3 --data_path {path} --data_split 0,0,1 --data_output_path {tmp_path}/cache"
     words += f" --tokenizer {assets}/lm --reward_function numeric_match {TEACHER} math=t"
     assert data.main(words.split()) == 2
-    assert "no training prompt has the data source 'math'; there are: chat" in (
-        capsys.readouterr().err
-    )
+    assert "no prompt has the data source 'math'; there are: chat" in (capsys.readouterr().err)

@@ -13,10 +13,12 @@ import psutil
 import pytest
 from launch import ROOT, wait_until
 
+from dschat_ppo.checkpoint.journal import Journal
 from dschat_ppo.checkpoint.store import CheckpointFolder
+from dschat_ppo.features.environments.checkpoint_folders import JOURNAL
 from dschat_ppo.features.environments.environments import Turn
 from dschat_ppo.features.environments.episode_processes import Episodes
-from dschat_ppo.features.environments.journal import Journal, JournalledEpisodes, RolloutKey
+from dschat_ppo.features.environments.journal import JournalledEpisodes, RolloutKey
 from dschat_ppo.rewards.worker_pool import CallError
 
 FILE = '''
@@ -346,9 +348,13 @@ class Processes:
         pass
 
 
+def journal_in(output):
+    return Journal(output, JOURNAL, "environments")
+
+
 def episodes_of(folder, step=3, has_state=True, first=0, rollout="sampled/3"):
     processes = Processes()
-    found = JournalledEpisodes(processes, Journal(folder), has_state)
+    found = JournalledEpisodes(processes, journal_in(folder), has_state)
     found.begin(RolloutKey(step, rollout, first))
     return found, processes
 
@@ -451,7 +457,8 @@ def test_another_file_of_the_environment_asks_other_questions(tmp_path):
     file = tmp_path / "game.py"
     for content, heard in (("one", 2), ("one", 0), ("two", 2)):
         file.write_text(content)
-        found = JournalledEpisodes(processes := Processes(), Journal(tmp_path), True, [str(file)])
+        processes = Processes()
+        found = JournalledEpisodes(processes, journal_in(tmp_path), True, [str(file)])
         found.begin(RolloutKey(3, "sampled/3", 0))
         live(found, "x")
         assert len(processes.heard) == heard
@@ -465,22 +472,6 @@ def test_answers_that_ended_the_run_are_forgotten(tmp_path):
     again, processes = episodes_of(tmp_path)
     live(again, "late")
     assert len(processes.heard) == 2
-
-
-def test_answers_since_an_old_best_checkpoint_do_not_add_up(tmp_path, monkeypatch):
-    """It stays for its model; the run resumes from the newest."""
-    monkeypatch.setattr(CheckpointFolder, "best", lambda self: "step_000001")
-    folder = tmp_path / "checkpoints" / "environment"
-    folder.mkdir(parents=True)
-    for step in (1, 2, 3):
-        (folder / f"step_{step:06d}_rank_0.jsonl").write_text("")
-    for step in (1, 3):
-        (tmp_path / "checkpoints" / f"step_{step:06d}").mkdir()
-    Journal(tmp_path).begin(4)
-    assert [path.name[5:11] for path in folder.iterdir()] == ["000003"]
-    (tmp_path / "checkpoints" / "step_000003").rmdir()
-    Journal(tmp_path).begin(4)
-    assert [path.name[5:11] for path in folder.iterdir()] == ["000003"], "nothing else to resume"
 
 
 def test_files_a_cut_line_other_ranks_and_steps_that_never_run_again(tmp_path):

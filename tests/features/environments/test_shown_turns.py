@@ -12,7 +12,7 @@ from datasets import Dataset
 from tiny_experience import record
 
 from dschat_ppo.data.encode import encode_after
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import StorageError, UserError
 from dschat_ppo.features.environments.environments import Turn
 from dschat_ppo.features.environments.episode_rollouts import EpisodeRollouts
 from dschat_ppo.features.environments.episode_texts import episode_texts
@@ -324,6 +324,7 @@ def test_a_rollout_knows_its_failed_episodes_and_the_messages_that_functions_of_
     rollouts._count, rollouts._last_messages, rollouts._metrics = 0, {}, []
     rollouts._has_told = rollouts._has_counted = True
     rollouts._flag_text, rollouts.episodes = "", SimpleNamespace(end_all=lambda: None)
+    rollouts.journalled = None
     rollouts.observations = SimpleNamespace(invented=len)
     ended = []
     for name in ("older", "sampled", "greedy"):
@@ -354,7 +355,7 @@ def test_environments_that_all_fail_at_first_end_the_run():
     rollouts.observations = SimpleNamespace(invented=lambda ids: 3 * len(ids))
     forgotten = []
     rollouts.journalled = SimpleNamespace(
-        journal=SimpleNamespace(forget=lambda: forgotten.append(1))
+        journal=SimpleNamespace(forget=lambda: forgotten.append(1), raise_problem=lambda: None)
     )
     rollouts._metrics, rollouts._flag_text, rollouts.episodes = (
         [],
@@ -365,12 +366,19 @@ def test_environments_that_all_fail_at_first_end_the_run():
     chosen = torch.tensor([[True], [False]])
     rollout = Rollout(one.long(), one.bool(), one.long(), chosen, one, one[:, 0].to(torch.int8))
 
+    def problem_of_another_rank():
+        raise StorageError("no space left")
+
     def end(*problems, cancelled=False):
         records = [EpisodeRecord(ends=[0], rewards=[0.5], problem=problem) for problem in problems]
         return rollouts.end(
             rollout, SimpleNamespace(records=records, finish=lambda: None), cancelled, True
         )
 
+    rollouts.journalled.journal.raise_problem = problem_of_another_rank
+    with pytest.raises(StorageError, match="no space left"):
+        end("x", "y", cancelled=True)
+    rollouts.journalled.journal.raise_problem = lambda: None
     end("x", "y", cancelled=True)
     with pytest.raises(
         UserError, match="--environment: all environments of the first rollout failed: x"

@@ -39,6 +39,9 @@ class StubReader:
     unread: str = ""
     texts: list = field(default_factory=list)
 
+    def begin(self, step) -> None:
+        self.unread = ""
+
     def logprobs(self, questions) -> torch.Tensor:
         texts = [self.tokenizer.decode(ids) for ids in questions]
         self.texts += texts

@@ -9,18 +9,25 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from judge_parts import ROLLOUT, request
 
-from dschat_ppo.errors import UserError
+from dschat_ppo.checkpoint.journal import Journal
+from dschat_ppo.config.feature_flags import FeatureFlags
+from dschat_ppo.config.ppo_flags import RewardSourceFlags
+from dschat_ppo.errors import StorageError, UserError
 from dschat_ppo.features.judges.addresses import (
     KEY,
     AddressReader,
     logprobs_of_text,
     logprobs_of_tokens,
+    service_of,
 )
+from dschat_ppo.features.judges.checkpoint_folders import JOURNAL
+from dschat_ppo.features.judges.flags import JudgeFlags
 from dschat_ppo.features.judges.prompts import JudgePrompts
 from dschat_ppo.features.judges.source import JudgeReward
 from dschat_ppo.features.judges.spec import parse_judge
 from dschat_ppo.features.judges.verdicts import Asking
 from dschat_ppo.rewards import http_client
+from dschat_ppo.rewards.build_rewards import check_routes, checked_services, further_routes
 from dschat_ppo.rewards.reward_source import RewardServiceError
 
 
@@ -60,7 +67,7 @@ class Server:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
 
 @pytest.fixture
@@ -91,7 +98,10 @@ def text(content):
 
 def judge_at(url, settings="", timeout=5.0, journal=None) -> JudgeReward:
     spec = parse_judge(f"{url}{settings}")
-    reader = AddressReader(spec, timeout, 4, seed=3, journal=journal)
+    kept = None
+    if journal is not None:
+        kept = Journal(journal, JOURNAL, "judges", "judge_1")
+    reader = AddressReader(spec, service_of(spec, timeout), 4, seed=3, journal=kept)
     return JudgeReward(Asking(JudgePrompts(spec, None), 3), reader)
 
 
@@ -189,7 +199,12 @@ def slow(query, count):
     ("reply", "message"),
     [
         (lambda query, count: (500, b"broken"), "6 attempts; the last: status 500: broken"),
-        (lambda query, count: (404, b"no model"), "refused the request with status 404: no model"),
+        (
+            lambda query, count: (404, b"no model"),
+            "refused the request with status 404: no model; correct the address, or name one",
+        ),
+        (lambda query, count: (401, b"who?"), "status 401: who.; set DSCHAT_PPO_JUDGE_KEY to"),
+        (lambda query, count: (403, b"no"), "status 403: no; set DSCHAT_PPO_JUDGE_KEY to"),
         (lambda query, count: (200, b'{"choices": ['), "its reply is not JSON with 'choices'"),
         (slow, "no complete reply in 0.1 s .--judge_timeout"),
     ],
@@ -201,21 +216,83 @@ def test_a_judge_that_does_not_reply_ends_the_run_in_one_line(serve, reply, mess
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_an_answer_that_the_judge_cannot_read_has_no_score(serve, status):
+    """Such as one that is too long for it; others are scored, and nothing is asked again."""
+
+    def reply(query, count):
+        if "too long" in query["messages"][0]["content"]:
+            return status, b"maximum context length"
+        return 200, tokens(yes=1.0)
+
+    server = serve(reply)
+    judge = judge_at(server.url)
+    scores = judge(request(["too long", "an answer"]), ROLLOUT)
+    assert scores.isnan().tolist() == judge.failed.tolist() == [True, False]
+    assert f"status {status}: maximum context length" in judge.counts.cause
+    assert len(server.queries) == 2
+
+
 def test_what_was_said_before_a_crash_is_not_asked_again(serve, tmp_path):
     server = serve(lambda query, count: (200, tokens(yes=0.5, no=0.5)))
     answers = [f"answer {number}" for number in range(20)]
-    judge_at(server.url, journal=tmp_path)(request(answers[:10]), ROLLOUT)
-    file = tmp_path / "rank_0.jsonl"
-    file.write_bytes(file.read_bytes() + b'\n{"cut')
+    judge_at(server.url, journal=tmp_path)(request(answers[:10], step=1), ROLLOUT)
+    [file] = (tmp_path / "checkpoints" / "judge").iterdir()
+    assert file.name == "step_000001_judge_1_rank_0.jsonl"
+    file.write_bytes(file.read_bytes() + b'{"cut')
     resumed = judge_at(server.url, journal=tmp_path)
-    assert resumed(request(answers), ROLLOUT).tolist() == pytest.approx([0.5] * 20)
-    assert len(server.queries) == 20
-    again = judge_at(server.url, journal=tmp_path)
-    again(request(answers, step=5), ROLLOUT)
+    assert resumed(request(answers, step=1), ROLLOUT).tolist() == pytest.approx([0.5] * 20)
     assert len(server.queries) == 20
     other = judge_at(server.url, "?labels=bad,no,yes", journal=tmp_path)
-    other(request(answers[:1]), ROLLOUT)
+    other(request(answers[:1], step=1), ROLLOUT)
     assert len(server.queries) == 21
+
+
+def test_what_no_checkpoint_leads_to_is_not_kept(serve, tmp_path):
+    server = serve(lambda query, count: (200, tokens(yes=0.5, no=0.5)))
+    judge = judge_at(server.url, journal=tmp_path)
+    for step in (1, 2, 3):
+        judge(request([f"answer {step}"], step=step), ROLLOUT)
+    [file] = (tmp_path / "checkpoints" / "judge").iterdir()
+    assert file.name.startswith("step_000003") and judge._logprobs.keys() != set()
+    judge.take_metrics("J")
+    assert judge._logprobs == {}
+
+
+def test_a_journal_that_cannot_be_written_ends_the_run(serve, tmp_path):
+    server = serve(lambda query, count: (200, tokens(yes=0.5, no=0.5)))
+    (tmp_path / "checkpoints").write_text("no folder")
+    with pytest.raises(StorageError, match="cannot be written"):
+        judge_at(server.url, journal=tmp_path)(request(["an answer"]), ROLLOUT)
+
+
+@pytest.mark.parametrize(
+    "address", ["http:///v1", "http://h:99999/v1", "http://[h/v1", "http://h:x/v1", "http://h h/v1"]
+)
+def test_an_address_that_is_none_is_refused_before_a_model_is_loaded(address):
+    with pytest.raises(UserError) as refused:
+        checked_services(FeatureFlags((JudgeFlags(judge=[address]),)))
+    expected = f"--judge {address}: must be an address such as http://host:8000/v1"
+    assert str(refused.value) == expected
+
+
+def test_a_proxy_and_a_key_that_cannot_be_used_are_refused_before_a_model_is_loaded(monkeypatch):
+    features = FeatureFlags((JudgeFlags(judge=["a=http://h:80/v1"]),))
+    [service] = checked_services(features)
+    assert (service.flag, service.sources) == ("--judge", ("a",))
+    rows = ['{"data_source": "b"}']
+    with pytest.raises(UserError, match="--judge: no prompt has the data source 'a'"):
+        check_routes(
+            RewardSourceFlags(use_reward_model=False), [], rows, True, further_routes(features, [])
+        )
+    monkeypatch.setenv("all_proxy", "gopher://127.0.0.1:1")
+    with pytest.raises(UserError, match="--judge: a proxy of the environment .*gopher"):
+        checked_services(features)
+    monkeypatch.delenv("all_proxy")
+    monkeypatch.setenv(KEY, "ké-secret")
+    with pytest.raises(UserError, match=f"{KEY} holds characters") as refused:
+        checked_services(features)
+    assert "secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -269,10 +346,3 @@ def test_a_label_that_is_not_listed_has_what_the_listed_ones_leave():
 
 def choice_of(top):
     return {"logprobs": {"content": [{"top_logprobs": top}]}}
-
-
-def test_a_key_that_no_header_can_have_is_refused_and_not_shown(monkeypatch):
-    monkeypatch.setenv(KEY, "ké-secret")
-    with pytest.raises(UserError) as raised:
-        judge_at("http://h/v1")
-    assert "secret" not in str(raised.value)

@@ -80,10 +80,27 @@ def test_rows_without_what_a_judge_needs_are_named_when_they_are_read():
     with pytest.raises(UserError, match="has no right answer .--judge J: compare=reference"):
         counted_needs(parse_judge("J?compare=reference"), {}, example, None)
     assert counted_needs(parse_judge("J?compare=reference"), {"answer": 4}, example, None) == [1]
-    config = parse(
-        "ppo",
+
+
+@pytest.mark.parametrize(
+    ("flags", "of_training", "of_evaluation"),
+    [
+        ("--judge K J?rubric=r", ["judge_2_needs"], ["judge_2_needs"]),
+        ("--judge J?rubric=r --eval_data_path e --eval_judge K", ["judge_1_needs"], []),
+        ("--judge K --eval_data_path e --eval_judge J?rubric=r", [], ["judge_1_needs"]),
+        (
+            "--judge J?compare=reference --eval_data_path e --eval_reward_function length",
+            ["judge_1_needs"],
+            [],
+        ),
+    ],
+)
+def test_rows_are_asked_for_what_the_judges_that_score_them_need(flags, of_training, of_evaluation):
+    alone = (
         "--actor_model_name_or_path a --data_path d --output_dir o --use_reward_model False"
-        " --advantage_estimator rloo --n_samples_per_prompt 2 --judge K J?rubric=r".split(),
+        f" --advantage_estimator rloo --n_samples_per_prompt 2 {flags}"
     )
-    columns = changed(config, config.data_of_step).prompt_columns
-    assert [column.name for column in columns] == ["judge_2_needs"]
+    config = parse("ppo", alone.split())
+    data = changed(config, config.data_of_step)
+    assert [column.name for column in data.prompt_columns] == of_training
+    assert [column.name for column in data.eval_prompt_columns] == of_evaluation
