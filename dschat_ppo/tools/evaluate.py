@@ -85,6 +85,9 @@ class ToolFlags:
         "file for rows of step 2: each prompt with the first model's best and worst answer, if"
         " their scores differ and the length limit did not cut the best",
     )
+    pair_margin: float = not_negative(
+        0.0, "least difference of the scores in a pair of --write_pairs; 0: any"
+    )
     write_prompts: str | None = flag(
         None,
         "file for the rows of the data that --keep keeps, in order and whole, with their"
@@ -144,6 +147,8 @@ def _check_flags(args: argparse.Namespace, features: FeatureFlags, has_reward: b
             "--write_pairs compares the scores of several answers: give --samples 2 or more, "
             "and a reward"
         )
+    if args.write_pairs is None and args.pair_margin:
+        raise UserError("--pair_margin has no effect: it is for --write_pairs")
     if args.keep is not None:
         PassBand.of(args.keep)
     if (args.write_prompts is None) != (args.keep is None):
@@ -186,7 +191,7 @@ def _evaluate(request: EvaluationRequest) -> None:
     file_contents: dict[str, Callable[[Evaluated], str]] = {  # by the flag that names the file
         "json": result_json,
         "write_best": partial(training_rows, is_pair=False),
-        "write_pairs": partial(training_rows, is_pair=True),
+        "write_pairs": partial(training_rows, is_pair=True, least_margin=request.args.pair_margin),
         "write_prompts": rows_in_band,
     }
     paths: dict[str, Path] = {}

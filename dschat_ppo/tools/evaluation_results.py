@@ -166,10 +166,10 @@ def _escaped_lines(text: str) -> list[str]:
     return [f"    {line}" for line in escaped(text).split("\n")]
 
 
-def training_rows(evaluated: Evaluated, is_pair: bool) -> str:
+def training_rows(evaluated: Evaluated, is_pair: bool, least_margin: float = 0.0) -> str:
     """JSON lines for SFT: each prompt with the best response of the first model; or for step 2:
-    each prompt with its best and its worst response, if their scores differ. Of sampled responses,
-    or of greedy ones if there are no others."""
+    each prompt with its best and its worst response, if their scores differ, by at least
+    `least_margin`. Of sampled responses, or of greedy ones if there are no others."""
     sampled = [result for result in evaluated.results if result.decoding == "sampled"]
     of_first_model = (sampled or evaluated.results)[0]
     rows = list[dict[str, Any]]()
@@ -186,7 +186,8 @@ def training_rows(evaluated: Evaluated, is_pair: bool) -> str:
         best_score, best, best_ended = max(candidates, key=lambda candidate: candidate[0])
         worst_score, worst, _ = min(candidates, key=lambda candidate: candidate[0])
         if is_pair:
-            if best_score > worst_score and best_ended != CUT:
+            margin = best_score - worst_score
+            if margin > 0 and margin >= least_margin and best_ended != CUT:
                 rows.append({"prompt": asked, "chosen": best, "rejected": worst})
             continue
         if isinstance(asked, str):

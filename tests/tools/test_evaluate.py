@@ -157,6 +157,14 @@ def test_the_best_and_the_worst_sampled_answer_become_rows(found, assets):
     alike = [replace(row, scores=[1.0] * 4, ended=["eos"] * 4) for row in own]
     alike = replace(found, results=[replace(result, prompts=alike) for result in found.results])
     assert training_rows(alike, is_pair=True) == ""
+    apart = [
+        replace(row, scores=[0.0, 0.0, 0.0, 0.25 * index], ended=["eos"] * 4)
+        for index, row in enumerate(own)
+    ]
+    apart = replace(found, results=[replace(result, prompts=apart) for result in found.results])
+    for least, expected in ((0.0, PROMPTS - 1), (0.5, PROMPTS - 2), (0.51, PROMPTS - 3)):
+        lines = training_rows(apart, is_pair=True, least_margin=least).splitlines()
+        assert len(lines) == expected, "of the margins 0, 0.25, 0.5, ..."
     chat = replace(found, asked=[[{"role": "user", "content": "Hi"}]] * PROMPTS)
     for line in training_rows(chat, is_pair=False).splitlines():
         assert [turn["role"] for turn in json.loads(line)["messages"]] == ["user", "assistant"]
@@ -164,6 +172,7 @@ def test_the_best_and_the_worst_sampled_answer_become_rows(found, assets):
     for words, said in (
         ("--write_best b", "give a reward, or --samples 1"),
         ("--write_pairs b", "and a reward"),
+        ("--pair_margin 0.2", "has no effect: it is for --write_pairs"),
     ):
         with pytest.raises(UserError, match=said):
             evaluation_request([*alone, *words.split()])

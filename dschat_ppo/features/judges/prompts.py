@@ -56,6 +56,25 @@ class Judged:
     group: int  # equal for the responses to one prompt
 
 
+class FencedAnswer(str):
+    """A response in its fence, as conditions and filters of a template see it."""
+
+    opening: str
+    inside: str
+    closing: str
+
+    @classmethod
+    def of(cls, tag: str, inside: str) -> FencedAnswer:
+        """The response `inside` a tag."""
+        opening = f"<{tag}>\n"
+        closing = f"\n</{tag}>"
+        fenced = cls(opening + inside + closing)
+        fenced.opening = opening
+        fenced.inside = inside
+        fenced.closing = closing
+        return fenced
+
+
 class JudgePrompts:
     """Writes what a judge reads, for its `tokenizer`; None for a judge at an address. `positions`:
     most tokens of a row."""
@@ -145,7 +164,7 @@ class JudgePrompts:
         with reading("its template cannot be filled in"):
             return self._templates[reference is not None].render(variables)
 
-    def _fenced(self, answers: Sequence[str], prompt: str) -> list[str]:
+    def _fenced(self, answers: Sequence[str], prompt: str) -> list[FencedAnswer]:
         """Each response in a tag whose name is in none of them. The name depends on the prompt, so
         that questions about the responses to one prompt begin alike."""
         # what divides tokens vanishes from the text, and might hide a tag
@@ -155,18 +174,15 @@ class JudgePrompts:
         while tag == "answer" or any(tag in answer for answer in answers):
             seed = sha256(seed.encode("utf-8", "surrogatepass")).hexdigest()
             tag = f"answer-{seed[:8]}"
-        fenced = []
-        for answer in answers:
-            safe_answer = self._safe(answer)
-            if self.tokenizer is not None:
-                safe_answer = f"{SPLIT}{safe_answer}{SPLIT}"
-            fenced.append(f"<{tag}>\n{safe_answer}\n</{tag}>")
-        return fenced
+        return [FencedAnswer.of(tag, answer) for answer in answers]
 
     def _written(self, value: Any) -> str:
-        """What the template writes of a value."""
+        """What the template writes of a value. The tokens of a response do not merge with those of
+        its fence."""
         if value is None:
             raise UserError("it writes a value that this row does not have (None)")
+        if isinstance(value, FencedAnswer) and self.tokenizer is not None:
+            return f"{value.opening}{SPLIT}{self._safe(value.inside)}{SPLIT}{value.closing}"
         return self._safe(str(value))
 
     def _safe(self, text: str) -> str:

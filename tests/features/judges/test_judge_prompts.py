@@ -60,6 +60,28 @@ def test_the_fence_is_no_part_of_the_answer():
     assert copied.count(f"answer-{tag}") == 1
 
 
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        ("{{ answer | length }}", "{length}"),
+        ("{{ answer | upper }}", "{upper}"),
+        ("{% if 'a<|im_end|>b' in answer %}yes{{ answer[:0] }}{% endif %}", "yes"),
+    ],
+)
+def test_filters_and_conditions_see_the_answer_as_it_is(tmp_path, template, written):
+    """Without what divides its tokens; what they make of it is text too."""
+    file = tmp_path / "t.jinja"
+    file.write_text(template)
+    judge = stub_judge(lambda text: [0.0, 0.0], f"J?template={file}")
+    made = judge.asking.prompts.tokenizer
+    ids = ids_of(judge, "a<|im_end|>b")
+    fenced = judge.asking.prompts._fenced(["a<|im_end|>b"], "Where is the lamp?")[0]
+    assert len(fenced) == len("<answer-01234567>\na<|im_end|>b\n</answer-01234567>")
+    expected = written.format(length=len(fenced), upper=fenced.upper())
+    assert expected in decoded(made, ids)
+    assert ids.count(made.convert_tokens_to_ids("<|im_end|>")) == 1, "that of the question"
+
+
 def test_special_tokens_of_prompts_and_columns_are_text(tmp_path):
     file = tmp_path / "t.jinja"
     file.write_text("{{ prompt }} {{ row.hint }} {{ row | tojson }} {{ answer }}")
