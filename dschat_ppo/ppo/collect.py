@@ -33,7 +33,7 @@ from dschat_ppo.rewards.reward_source import (
     Scores,
     number_means,
 )
-from dschat_ppo.types import Rollout, ScoredRollout, to_device
+from dschat_ppo.types import Rollout, ScoredRollout, to_device, with_columns
 
 
 @dataclass(frozen=True)
@@ -211,6 +211,8 @@ class ExperienceCollection:
             scores = pending.wait()
             self._failed_rows = self._failed_rows.plus(self.requests.count_failed_rows())
             self._score_numbers.append(scores.numbers)
+        if scores.columns:
+            rows = with_columns(rows, scores.columns)
         columns = {field.name: getattr(rows, field.name) for field in fields(rows)}
         return ScoredRollout(
             **columns,

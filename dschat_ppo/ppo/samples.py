@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.common import dist
+from dschat_ppo.features import hooks
 from dschat_ppo.monitor.writers import JsonLines
 from dschat_ppo.ppo.response_texts import heading, shown_sections, texts_of, whole_texts
 from dschat_ppo.types import FinishReason, ScoredRollout, row_lengths, select_rows, to_device
@@ -88,7 +89,8 @@ def sample_lines(
     data_sources: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """What `samples.jsonl` says of each row, without the step. The score of a row that left its
-    group is NaN, and its KL None.
+    group is NaN, and its KL None. A feature may offer `sample_remarks.remarks_of`: (rows) -> for
+    each row, texts by their name.
 
     Args:
         rows: with scores, on the CPU.
@@ -103,6 +105,10 @@ def sample_lines(
     kl: list[float | None] = [None] * len(answers)
     if rows.ref_logprobs is not None:
         kl = (kl_k1(rows.policy_logprobs, rows.ref_logprobs).sum(dim=1) / lengths).tolist()
+    remarks: list[dict[str, str]] = [{} for _ in answers]
+    for remarks_of in hooks("sample_remarks.remarks_of"):
+        for remarks_of_row, more in zip(remarks, remarks_of(rows), strict=True):
+            remarks_of_row |= more
     lines = []
     texts = zip(prompts, answers, shown_sections(tokenizer, rows), strict=True)
     for row, (prompt, answer, sections) in enumerate(texts):
@@ -124,6 +130,8 @@ def sample_lines(
             line["data_source"] = data_sources[int(rows.data_sources[row])]
         if sections:
             line["turns"] = sections
+        if remarks[row]:
+            line["remarks"] = remarks[row]
         lines.append(line)
     return lines
 
@@ -152,6 +160,8 @@ def printed_responses(step: int, lines: Sequence[dict[str, Any]]) -> str:
             blocks.append(_labelled(heading(section), section["text"]))
         if not sections:
             blocks.append(_labelled("answer", line["answer"]))
+        for name, remark in line.get("remarks", {}).items():
+            blocks.append(_labelled(name, remark))
     return "\n".join(blocks)
 
 

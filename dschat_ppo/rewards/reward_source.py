@@ -176,6 +176,15 @@ class Measures(Protocol):
         Collective."""
 
 
+@runtime_checkable
+class AddsColumns(Protocol):
+    """A reward source that adds columns to the rows that it scores."""
+
+    # of features (`FEATURE_COLUMNS`) -> (B, K) on the CPU, of its last call; those of several
+    # sources are side by side
+    columns: dict[str, Tensor]
+
+
 @dataclass(frozen=True)
 class Scores:
     """Scores of B responses, on the device of the rollout."""
@@ -188,6 +197,8 @@ class Scores:
     # returned none
     numbers: dict[str, Tensor] = field(default_factory=dict)
     left_group: Tensor | None = None  # (B,) bool, the rows without a score; None: there are none
+    # of features, added to the rows: (B, ...)
+    columns: dict[str, Tensor] = field(default_factory=dict)
 
 
 def _in_thread(call: Callable[[], Tensor]) -> Future[Tensor]:
@@ -321,7 +332,22 @@ class RewardMixture:
             total = total.masked_fill(left_group, torch.nan)
         else:
             total = total.where(scored, self.default)
-        return Scores(total, torch.stack(columns, dim=1), numbers=metrics, left_group=left_group)
+        return Scores(
+            total,
+            torch.stack(columns, dim=1),
+            numbers=metrics,
+            left_group=left_group,
+            columns=self._columns_of_features(device),
+        )
+
+    def _columns_of_features(self, device: torch.device) -> dict[str, Tensor]:
+        """The columns that sources add to the rows, on this device."""
+        columns: defaultdict[str, list[Tensor]] = defaultdict(list)
+        for source, _ in self.sources:
+            if isinstance(source, AddsColumns):
+                for name, column in source.columns.items():
+                    columns[name].append(column)
+        return {name: torch.cat(parts, dim=1).to(device) for name, parts in columns.items()}
 
     def _count_unscored(self, request: RewardRequest, unscored: Tensor) -> None:
         """Count the responses that no source scored, (B,) bool, and warn of them."""

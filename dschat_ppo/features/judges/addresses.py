@@ -10,7 +10,7 @@ import os
 import ssl
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -61,6 +61,14 @@ def service_of(spec: JudgeSpec, timeout: float) -> Service:
     )
 
 
+@dataclass(frozen=True)
+class JudgeReply:
+    """What a judge at an address said."""
+
+    logprobs: list[float] | None = None  # of the labels; None without a verdict
+    text: str = ""  # that it wrote
+
+
 class AddressReader:
     """Asks a judge for log-probs of its labels, or for a text with a verdict.
 
@@ -83,6 +91,7 @@ class AddressReader:
         self.tokens_in = 0
         self.tokens_out = 0
         self.unread = ""  # the beginning of the first reply without a verdict
+        self.written = list[str]()  # the texts of the last call
         self._chat = replace(service, urls=[f"{spec.model}/chat/completions"])
         self._models = replace(service, urls=[f"{spec.model}/models"])
         self._model = spec.served_model
@@ -100,30 +109,30 @@ class AddressReader:
         reply, `StorageError` if the journal cannot be written."""
         if questions and not self._model:
             self._model = asyncio.run(self._only_model())
-        rows = asyncio.run(self._ask_all(questions))
+        replies = asyncio.run(self._ask_all(questions))
+        self.written = [reply.text for reply in replies]
         if self.journal is not None and self.journal.problem is not None:
             raise self.journal.problem
+        unread = [math.nan] * len(self.spec.labels)
+        rows = [reply.logprobs or unread for reply in replies]
         return torch.tensor(rows, dtype=torch.float64).view(len(rows), len(self.spec.labels))
 
-    async def _ask_all(self, questions: Sequence[str]) -> list[list[float]]:
+    async def _ask_all(self, questions: Sequence[str]) -> list[JudgeReply]:
         async with self._chat.client(self._certificates) as client:
             jobs = [partial(self._known_or_asked, client, question) for question in questions]
             return await run_all(jobs, self.at_once)
 
-    async def _known_or_asked(self, client: httpx.AsyncClient, question: str) -> list[float]:
-        """Log-probs of the labels, from the journal if it has them; NaN without a verdict. A reply
-        without one is not kept: a later start may find a judge that can be read."""
+    async def _known_or_asked(self, client: httpx.AsyncClient, question: str) -> JudgeReply:
+        """The reply to a question, from the journal if it has it. A reply without a verdict is not
+        kept: a later start may find a judge that can be read."""
         digest = self._digest(question)
         if self.journal is not None and digest in self.journal.known:
-            known: list[float] = self.journal.known[digest]
-            return known
-        logprobs = await self._ask(client, question)
-        if logprobs is None:
-            return [math.nan] * len(self.spec.labels)
-        if self.journal is not None:
-            self.journal.add(digest, logprobs)
+            return JudgeReply(**self.journal.known[digest])
+        reply = await self._ask(client, question)
+        if self.journal is not None and reply.logprobs is not None:
+            self.journal.add(digest, asdict(reply))
             self.journal.write()
-        return logprobs
+        return reply
 
     async def _only_model(self) -> str:
         """The name of the only model at the address."""
@@ -139,9 +148,9 @@ class AddressReader:
             )
         return names[0]
 
-    async def _ask(self, client: httpx.AsyncClient, question: str) -> list[float] | None:
-        """Log-probs of the labels; None without a verdict, also if the judge says that it cannot
-        read the question, such as one that is too long for it."""
+    async def _ask(self, client: httpx.AsyncClient, question: str) -> JudgeReply:
+        """The reply to a question; without a verdict also if the judge says that it cannot read the
+        question, such as one that is too long for it."""
         query: dict[str, Any] = {
             "model": self._model,
             "messages": [{"role": "user", "content": question}],
@@ -156,7 +165,7 @@ class AddressReader:
             content, url = await self._chat.request(client, json.dumps(query).encode())
         except UnreadableRequestError as problem:
             self.unread = self.unread or str(problem)
-            return None
+            return JudgeReply()
         try:
             reply = json.loads(content)
             choice = reply["choices"][0]
@@ -169,12 +178,13 @@ class AddressReader:
             self.tokens_in += int(reply["usage"]["prompt_tokens"])
             self.tokens_out += int(reply["usage"]["completion_tokens"])
         if self.spec.reads == TEXT:
-            logprobs = logprobs_of_text(choice, self.spec.labels)
+            text = text_of(choice)
+            judged = JudgeReply(written_logprobs(text, self.spec.labels), text)
         else:
-            logprobs = logprobs_of_tokens(choice, self.spec.labels)
-        if logprobs is None:
+            judged = JudgeReply(logprobs_of_tokens(choice, self.spec.labels))
+        if judged.logprobs is None:
             self.unread = self.unread or beginning_of(json.dumps(choice).encode())
-        return logprobs
+        return judged
 
     def _digest(self, question: str) -> str:
         """What a question is known by."""
@@ -214,12 +224,10 @@ def logprobs_of_tokens(choice: Any, labels: Sequence[str]) -> list[float] | None
     return [math.log(share) if share > 0 else not_listed for share in shares]
 
 
-def logprobs_of_text(choice: Any, labels: Sequence[str]) -> list[float] | None:
-    """Those of the verdict that was written; None without one."""
-    try:
+def text_of(choice: Any) -> str:
+    """What a judge wrote; "" if that is missing."""
+    with suppress(TypeError, LookupError):
         text = choice["message"]["content"]
-    except (TypeError, LookupError):
-        return None
-    if not isinstance(text, str):
-        return None
-    return written_logprobs(text, labels)
+        if isinstance(text, str):
+            return text
+    return ""

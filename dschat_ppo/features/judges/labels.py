@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class LabelReader:
     tokens_in: int = 0
     tokens_out: int = 0
     unread: str = ""  # no reply is without a verdict
+    written: list[str] = field(default_factory=list)  # it does not write
 
     def begin(self, step: int) -> None:
         """Nothing of a step is kept."""

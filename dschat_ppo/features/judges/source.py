@@ -15,8 +15,11 @@ from torch import Tensor
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import print_line
+from dschat_ppo.features.judges.columns import WRITTEN
 from dschat_ppo.features.judges.compare import flips
 from dschat_ppo.features.judges.prompts import Judged, Question
+from dschat_ppo.features.judges.sample_remarks import written_column
+from dschat_ppo.features.judges.spec import TEXT
 from dschat_ppo.features.judges.verdicts import (
     Asking,
     Logprobs,
@@ -51,6 +54,7 @@ class JudgeReader(Protocol):
     tokens_in: int
     tokens_out: int
     unread: str  # the beginning of the first reply without a verdict
+    written: list[str]  # what it wrote to each question of the last call; [] if it does not write
 
     def begin(self, step: int) -> None:
         """The questions of a call in PPO step `step` follow."""
@@ -72,10 +76,12 @@ class JudgeReward:
         self.failed = torch.zeros(0, dtype=torch.bool)  # (B,) of the last call
         # name of a criterion -> (B,) fp64 of the last call; NaN in rows without it
         self.numbers = dict[str, Tensor]()
+        self.columns = dict[str, Tensor]()  # of the last call: what the judge wrote
         self._tally = Tally()
         # Those of the PPO step `_step`. Those of earlier steps are not kept: a resumed run would
         # not have them, and would run the same question beside others, with other rounding.
         self._logprobs = dict[Question, Logprobs]()
+        self._written = dict[Question, str]()
         self._step = -1
 
     @property
@@ -96,7 +102,7 @@ class JudgeReward:
         to score the response. Collective."""
         started = time.perf_counter()
         if request.step != self._step:
-            self._logprobs.clear()
+            self._forget()
             self._step = request.step
         self.reader.begin(request.step)
         # a response whose environment failed is no rival of others, and gets no verdict
@@ -128,6 +134,8 @@ class JudgeReward:
                     no_numbers = torch.full((len(request),), math.nan, dtype=torch.float64)
                     name = clean_name(verdict.name)
                     self.numbers.setdefault(name, no_numbers)[row] = value
+        if self.spec.reads == TEXT:
+            self.columns = {WRITTEN: written_column(self._texts(verdicts, len(request)))}
         self._count(list(judged), causes, len(request))
         self.failed |= torch.tensor(environment_failed)
         self._tally.seconds += time.perf_counter() - started
@@ -142,6 +150,8 @@ class JudgeReward:
         asked_before = (reader.asked, reader.tokens_in, reader.tokens_out)
         logprobs = reader.logprobs(new)  # (n, L)
         self._logprobs.update(zip(new, logprobs.tolist(), strict=True))
+        if reader.written:
+            self._written.update(zip(new, reader.written, strict=True))
         self._tally.questions += len(questions)
         self._tally.asked += reader.asked - asked_before[0]
         self._tally.tokens_in += reader.tokens_in - asked_before[1]
@@ -151,6 +161,20 @@ class JudgeReward:
                 first, second = verdict.questions
                 self._tally.pairs += 1
                 self._tally.flipped += flips(self._logprobs[first], self._logprobs[second])
+
+    def _texts(self, verdicts: Mapping[int, Sequence[Verdict]], size: int) -> list[str]:
+        """What the judge wrote to the last question about each of `size` responses."""
+        texts = [""] * size
+        for row, verdicts_of_row in verdicts.items():
+            for verdict in verdicts_of_row:
+                for question in verdict.questions:
+                    texts[row] = self._written.get(question, "")
+        return texts
+
+    def _forget(self) -> None:
+        """Forget what was asked."""
+        self._logprobs.clear()
+        self._written.clear()
 
     def _count(self, rows: Sequence[int], causes: Mapping[int, str], size: int) -> None:
         """Count the rows on its route, and those without a score. `size`: of the request."""
@@ -169,7 +193,7 @@ class JudgeReward:
     def take_metrics(self, name: str) -> dict[str, float]:
         """Metrics over all ranks since the last call, under the `name` of the source in the run;
         {} if it scored nothing. What was asked is forgotten. Collective."""
-        self._logprobs.clear()
+        self._forget()
         tallies = [Tally(*values) for values in dist.gather_objects(astuple(self._tally))]
         self._tally = Tally()
         responses = sum(tally.responses for tally in tallies)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +59,7 @@ class TextReader:
     tokens_in: int = 0
     tokens_out: int = 0
     unread: str = ""  # the beginning of the first text without a verdict
+    written: list[str] = field(default_factory=list)  # the texts of the last call
     _config: GenerationConfig | None = None  # with the engine that fits the model
 
     def begin(self, step: int) -> None:
@@ -71,13 +72,13 @@ class TextReader:
         layers are gathered, all ranks run equally many passes."""
         self.asked += len(questions)
         self.tokens_in += sum(map(len, questions))
+        self.written = []
         rows: list[list[float]] = []
         most_questions = dist.all_reduce(torch.tensor(len(questions), device=dist.device()), "max")
         if int(most_questions) > 0:
-            texts = self.texts(questions)
-            rows = [
-                self._read(question, text) for question, text in zip(questions, texts, strict=True)
-            ]
+            self.written = self.texts(questions)
+            asked = zip(questions, self.written, strict=True)
+            rows = [self._read(question, text) for question, text in asked]
         return torch.tensor(rows, dtype=torch.float64).view(len(rows), len(self.spec.labels))
 
     def _read(self, question: Sequence[int], text: str) -> list[float]:

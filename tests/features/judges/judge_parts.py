@@ -37,6 +37,7 @@ class StubReader:
     tokens_in: int = 0
     tokens_out: int = 0
     unread: str = ""
+    written: list = field(default_factory=list)
     texts: list = field(default_factory=list)
 
     def begin(self, step) -> None:

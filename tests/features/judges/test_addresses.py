@@ -16,9 +16,9 @@ from dschat_ppo.errors import StorageError, UserError
 from dschat_ppo.features.judges.addresses import (
     KEY,
     AddressReader,
-    logprobs_of_text,
     logprobs_of_tokens,
     service_of,
+    text_of,
 )
 from dschat_ppo.features.judges.checkpoint_folders import JOURNAL
 from dschat_ppo.features.judges.flags import JudgeFlags
@@ -26,6 +26,7 @@ from dschat_ppo.features.judges.prompts import JudgePrompts
 from dschat_ppo.features.judges.source import JudgeReward
 from dschat_ppo.features.judges.spec import parse_judge
 from dschat_ppo.features.judges.verdicts import Asking
+from dschat_ppo.features.judges.written import written_logprobs
 from dschat_ppo.rewards import http_client
 from dschat_ppo.rewards.build_rewards import check_routes, checked_services, further_routes
 from dschat_ppo.rewards.reward_source import RewardServiceError
@@ -124,6 +125,7 @@ def test_a_judge_that_writes(serve):
     [query] = server.queries
     assert query["model"] == "m" and query["max_tokens"] == 9 and query["temperature"] == 0.5
     assert "<score>5</score>" in query["messages"][0]["content"]
+    assert judge.reader.written == [said]
     metrics = judge.take_metrics("m")
     assert metrics["judge/m/tokens_in"] == 30 and metrics["judge/m/tokens_out"] == 7
 
@@ -141,7 +143,7 @@ def test_a_judge_that_writes(serve):
     ],
 )
 def test_exactly_one_tag_with_a_label_counts(said, label):
-    logprobs = logprobs_of_text({"message": {"content": said}}, ["1", "2"])
+    logprobs = written_logprobs(text_of({"message": {"content": said}}), ["1", "2"])
     if label is None:
         assert logprobs is None
     else:

@@ -10,13 +10,18 @@ from tiny_models import new_model
 
 from dschat_ppo.common import dist
 from dschat_ppo.features.judges import written
+from dschat_ppo.features.judges.columns import WRITTEN
 from dschat_ppo.features.judges.prompts import JudgePrompts
+from dschat_ppo.features.judges.sample_remarks import BYTES, remarks_of
 from dschat_ppo.features.judges.source import JudgeReward
 from dschat_ppo.features.judges.spec import parse_judge
 from dschat_ppo.features.judges.verdicts import Asking
 from dschat_ppo.features.judges.written import TextReader
 from dschat_ppo.models.wrapped_models import PolicyModel
+from dschat_ppo.ppo.samples import printed_responses
+from dschat_ppo.rewards.reward_source import RewardMixture
 from dschat_ppo.rollout.generator import generate
+from dschat_ppo.types import Rollout, with_columns
 
 THINKING = CHAT.replace("assistant\n", "assistant\n<think>\n")
 
@@ -143,6 +148,28 @@ def test_the_question_asks_for_the_tag_and_leaves_a_thought_open():
     [question] = asked
     assert "<score>yes</score>, with no, yes as" in question
     assert question.rstrip().endswith("<think>")
+
+
+def test_samples_show_the_end_of_what_judges_wrote():
+    """Of responses that share a question, of a long text, of two judges, and of none."""
+
+    def write(question):
+        return "Reasons. " * 200 + "Café <score>yes</score>"
+
+    rows = request(["an answer", "...", "an answer"])
+    empty = torch.zeros(3, 1, dtype=torch.int64)
+    rollout = Rollout(empty, empty > 0, empty, empty > 0, empty.float(), empty[:, 0])
+    judges = [judge_that_writes(write), judge_that_writes(lambda question: "no verdict")]
+    scores = RewardMixture([(judge, 1.0) for judge in judges])(rows, rollout)
+    assert scores.columns.keys() == {WRITTEN} and scores.columns[WRITTEN].shape == (3, 2 * BYTES)
+    first, blank, third = remarks_of(with_columns(rollout, scores.columns))
+    assert first == third and blank == {}
+    assert first["judge"].endswith("Reasons. Café <score>yes</score>")
+    assert len(first["judge"].encode()) == BYTES and first["judge 2"] == "no verdict"
+    assert remarks_of(rollout) == [{}, {}, {}]
+    line = {"prompt": "p", "answer": "a", "score": 1.0, "scores": {}, "length": 1, "ended": "eos"}
+    shown = printed_responses(1, [line | {"remarks": {"judge 2": "no verdict"}}])
+    assert shown.endswith("answer: a\n    judge 2: no verdict")
 
 
 def test_pairs_count_if_both_orders_agree():
