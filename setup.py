@@ -41,7 +41,7 @@ setup(
         "console_scripts": [
             f"dschat-{name} = dschat_ppo.__main__:installed"
             for name in (
-                "sft reward dpo ppo chat data evaluate explain export plan replay report"
+                "sft reward dpo ppo chat data env evaluate explain export plan replay report"
                 " serve-reward"
             ).split()
         ]

@@ -25,6 +25,7 @@ from dschat_ppo.run.launch import leave
 TOOLS = {  # the modules of dschat_ppo.tools
     "chat": "chat with a model, or with two to compare them",
     "data": "show what a step would train on",
+    "env": "describe this machine and a run for a bug report",
     "evaluate": "evaluate models on prompts, and a reward model on pairs",
     "plan": "plan the memory of a run from its flags",
     "export": "make model folders from a checkpoint",

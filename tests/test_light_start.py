@@ -49,7 +49,9 @@ def test_help_and_wrong_flags_import_no_large_library(main, words, code, printed
     assert imported & HEAVY == set()
 
 
-@pytest.mark.parametrize("tool", ["chat", "data", "evaluate", "export", "plan", "replay", "report"])
+@pytest.mark.parametrize(
+    "tool", ["chat", "data", "env", "evaluate", "export", "plan", "replay", "report"]
+)
 def test_a_tool_answers_wrong_flags_without_a_large_library(tool):
     command = [sys.executable, "-X", "importtime", "-m", "dschat_ppo", tool, "--no_such_flag", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -168,7 +168,7 @@ def read_run(folder: Path, name: str) -> Run:
         models=_read_mapping(folder / MODELS),
         result=_read_mapping(folder / RESULT) or None,
         health=health,
-        starts=_read_lines(folder / STARTS),
+        starts=starts_of_run(folder),
         responses=_read_responses(folder),
     )
 
@@ -176,6 +176,11 @@ def read_run(folder: Path, name: str) -> Run:
 def flags_of_run(folder: Path) -> dict[str, Any]:
     """The flags of a run, flag -> value; {} without `config.yaml`."""
     return _read_mapping(folder / CONFIG)
+
+
+def starts_of_run(folder: Path) -> list[dict[str, Any]]:
+    """The lines of `starts.jsonl`, one for each start of the run; [] without the file."""
+    return _read_lines(folder / STARTS)
 
 
 def number_or_none(value: Any) -> float | None:
