@@ -1,14 +1,17 @@
 """Log-probabilities and entropy of tokens: of whole logits, and by a fused language-model head.
 
 The head goes from hidden states to both without materialising the (N, V) logits. Its two passes
-process the vocabulary in blocks. The forward pass keeps a running maximum and running sums for each
-row (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"); the backward pass
-recomputes the logits of each block. A block of the weight's gradient is one matrix product over all
-rows, so it is as exact as that of a plain linear layer in any number format.
+process the vocabulary in blocks. The forward pass keeps the maximum and the sums of each block, and
+joins them (as in Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"); the
+backward pass recomputes the logits of each block. A block of the weight's gradient is one matrix
+product over all rows, so it is as exact as that of a plain linear layer in any number format.
 
 With so many rows that a block of the fewest columns would be too large, both passes go through the
 rows in pieces as well. A block of the weight's gradient is then a sum in fp32 of one product for
 each piece.
+
+On a CPU the blocks of the forward pass have the same columns for any number of rows, and sampling
+adds in the same order (`vocabulary_sums.py`): a log-prob depends on the logits of its row alone.
 """
 
 from __future__ import annotations
@@ -21,9 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dschat_ppo.algorithms.vocabulary_sums import CPU_COLUMNS, joined_blocks, largest_logit
+
 BLOCK_BYTES = 8 * 2**20  # size of one block of fp32 logits: it should fit in the cache of a CPU
 GPU_BLOCK_BYTES = 256 * 2**20  # a GPU is faster with few large products
 SMALLEST_BLOCK = 256  # columns: narrower products are inefficient
+FEWEST_ROWS = 4  # of a product on a CPU: MKL adds in another order where there are fewer
 HALF = (torch.float16, torch.bfloat16)
 # `torch.mm(..., out_dtype=...)`, which older versions lack
 FP32_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype")
@@ -81,15 +87,27 @@ class LogitBlocks:
         fitting = limit // (4 * max(1, count))
         # odd strides cost a GPU three quarters of its speed
         columns = max(1, fitting // SMALLEST_BLOCK) * SMALLEST_BLOCK
-        rows = max(1, limit // (4 * columns))
-        pieces = [slice(start, start + rows) for start in range(0, max(1, count), rows)]
-        return cls(pieces, columns, width)
+        return cls(_row_pieces(count, columns, limit), columns, width)
+
+    @classmethod
+    def of_forward_pass(cls, hidden: Tensor, width: int, block_bytes: int | None) -> LogitBlocks:
+        """As `of`, but on a CPU of `CPU_COLUMNS` columns unless `block_bytes` says more."""
+        if hidden.device.type != "cpu" or block_bytes:
+            return cls.of(hidden, width, block_bytes)
+        return cls(_row_pieces(len(hidden), CPU_COLUMNS, BLOCK_BYTES), CPU_COLUMNS, width)
 
     @property
     def vocabulary(self) -> list[slice]:
         """The tokens of each block."""
         starts = range(0, self.width, self.columns)
         return [slice(start, min(start + self.columns, self.width)) for start in starts]
+
+
+def _row_pieces(count: int, columns: int, limit: int) -> list[slice]:
+    """`count` rows in pieces, so that fp32 logits of a piece and of `columns` tokens have at most
+    `limit` bytes; at least one piece."""
+    rows = max(1, limit // (4 * columns))
+    return [slice(start, start + rows) for start in range(0, max(1, count), rows)]
 
 
 def fused_token_scores(
@@ -145,13 +163,13 @@ class _FusedTokenScores(torch.autograd.Function):
         block_bytes: int | None,
     ) -> tuple[Tensor, Tensor]:
         layer = OutputLayer(hidden, weight, bias, head)
-        blocks = LogitBlocks.of(hidden, weight.shape[0], block_bytes)
-        # (N,) each: logit of the token, log of the sum of exponentials, entropy
-        chosen = torch.empty(len(tokens), dtype=sum_dtype(hidden), device=hidden.device)
-        log_total = torch.empty_like(chosen)
-        entropy = torch.empty_like(chosen)
+        blocks = LogitBlocks.of_forward_pass(hidden, weight.shape[0], block_bytes)
+        # (N,) each: log-prob of the token, log of the sum of exponentials, entropy
+        logprobs = torch.empty(len(tokens), dtype=sum_dtype(hidden), device=hidden.device)
+        log_total = torch.empty_like(logprobs)
+        entropy = torch.empty_like(logprobs)
         for piece in blocks.pieces:
-            chosen[piece], log_total[piece], entropy[piece] = _scores_of_piece(
+            logprobs[piece], log_total[piece], entropy[piece] = _scores_of_piece(
                 layer, tokens, piece, blocks.vocabulary, temperature, forbidden
             )
         # Save the weight itself, as nn.Linear does: ZeRO-3 gathers it again before the backward
@@ -161,10 +179,10 @@ class _FusedTokenScores(torch.autograd.Function):
         ctx.temperature = temperature
         ctx.forbidden = forbidden
         ctx.entropy_grad = entropy_grad
-        ctx.blocks = blocks
+        ctx.blocks = LogitBlocks.of(hidden, weight.shape[0], block_bytes)
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
-        return chosen - log_total, entropy
+        return logprobs, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -206,41 +224,48 @@ def _scores_of_piece(
     temperature: float,
     forbidden: Forbidden | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a `piece` of the rows of `layer`, (rows,) each: the logit of the token, the log of the sum
-    of the exponentials of all logits, and the entropy. `tokens` (N,) are those of all rows, and
+    """Of a `piece` of the rows of `layer`, (rows,) each: the log-prob of the token, the log of the
+    sum of the exponentials of all logits, and the entropy. `tokens` (N,) are those of all rows, and
     `forbidden` holds positions of all rows.
 
-    With z the logits and z* the largest so far, the sums of exp(z - z*) and of exp(z - z*) (z - z*)
-    are carried from block to block of the `vocabulary`."""
+    With z the logits and z_b the largest of a block of the `vocabulary`, the sums of exp(z - z_b)
+    and of exp(z - z_b) (z - z_b) are computed block by block."""
     tokens = tokens[piece].unsqueeze(1)  # (rows, 1)
     infinite = _may_be_infinite(layer)
     by_softmax = has_fused_softmax(layer.hidden.device) and not infinite
     dtype = sum_dtype(layer.hidden)
     chosen = torch.zeros(len(tokens), dtype=dtype, device=layer.hidden.device)
-    largest = torch.full_like(chosen, torch.finfo(dtype).min / 2)
-    total = chosen.clone()  # sum of exp(z - z*)
-    weighted = chosen.clone()  # sum of exp(z - z*) (z - z*)
+    # of each block, (rows,): z_b, and the sums of exp(z - z_b) and of exp(z - z_b) (z - z_b)
+    block_largest = []
+    block_totals = []
+    block_weighted = []
     for block in vocabulary:
         logits, _ = block_logits(layer, block, piece, temperature, forbidden)
         column, inside = in_block(tokens, block.start, logits.shape[1])  # (rows, 1) each
         chosen += torch.where(inside, logits.gather(1, column), 0).squeeze(1)
-        largest_before = largest
         if by_softmax:
-            largest, block_total, block_weighted = _sums_by_softmax(largest_before, logits)
+            largest, total, weighted = _sums_by_softmax(logits)
         else:
-            largest = torch.maximum(largest_before, logits.amax(dim=1))
+            largest = largest_logit(logits)
             logits.sub_(largest.unsqueeze(1))
             if infinite:
                 logits.clamp_(min=LOWEST)
             powers = torch.exp(logits)
-            block_total = powers.sum(dim=1)
-            block_weighted = torch.linalg.vecdot(powers, logits)
+            total = powers.sum(dim=1)
+            weighted = torch.linalg.vecdot(powers, logits)
             del powers
         del logits  # before the next block is made
-        shrink = torch.exp(largest_before - largest)
-        weighted = (weighted + (largest_before - largest) * total) * shrink + block_weighted
-        total = total * shrink + block_total
-    return chosen, largest + total.log(), total.log() - weighted / total
+        block_largest.append(largest)
+        block_totals.append(total)
+        block_weighted.append(weighted)
+    largest_of_blocks = torch.stack(block_largest, dim=1)  # (rows, blocks)
+    totals = torch.stack(block_totals, dim=1)
+    largest, total, shrink = joined_blocks(largest_of_blocks, totals)
+    weighted = torch.stack(block_weighted, dim=1)
+    weighted = weighted + (largest_of_blocks - largest.unsqueeze(1)) * totals
+    weighted = (weighted * shrink).sum(dim=1)
+    log_total = total.log()
+    return chosen - largest - log_total, largest + log_total, log_total - weighted / total
 
 
 def output_layer_gradients(
@@ -299,18 +324,16 @@ def output_layer_gradients(
     return grad_hidden.to(hidden.dtype), grad_weight, grad_bias
 
 
-def _sums_by_softmax(before: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The new largest logit z*, and the block's sums of exp(z - z*) and exp(z - z*) (z - z*),
+def _sums_by_softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The block's largest logit z_b, and its sums of exp(z - z_b) and exp(z - z_b) (z - z_b),
     (rows,) each, in fewer passes over the block: a GPU computes the softmax p = exp(z - z_b) / S in
-    one, with z_b the block's largest logit. S is 1 / max p, and the sum of exp(z - z_b) (z - z*) is
-    S (sum of p z - z*)."""
+    one. S is 1 / max p, and the sum of exp(z - z_b) (z - z_b) is S (sum of p z - z_b)."""
     shares = torch.softmax(logits, dim=1)
     top, column = shares.max(dim=1)  # (rows,) each
-    block_largest = logits.gather(1, column.unsqueeze(1)).squeeze(1)
+    largest = logits.gather(1, column.unsqueeze(1)).squeeze(1)
     mean = torch.linalg.vecdot(shares, logits)
-    largest = torch.maximum(before, block_largest)
-    block_total = torch.exp(block_largest - largest) / top
-    return largest, block_total, block_total * (mean - largest)
+    total = 1 / top
+    return largest, total, total * (mean - largest)
 
 
 def has_fused_softmax(device: torch.device) -> bool:
@@ -373,10 +396,13 @@ def forbid_(logits: Tensor, forbidden: Forbidden | None, first: int = 0) -> None
 
 def fp32_product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The linear layer (N, columns) in fp32, or fp64; on a GPU without rounding to bf16 or fp16
-    before."""
+    before, and on a CPU with the bits of a product of many rows."""
+    count = len(hidden)
+    if count < FEWEST_ROWS and not hidden.is_cuda:
+        hidden = torch.nn.functional.pad(hidden, (0, 0, 0, FEWEST_ROWS - count))
     if hidden.is_cuda and hidden.dtype in HALF and bias is None and FP32_PRODUCTS:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    raw = torch.nn.functional.linear(hidden, weight, bias)
+    raw = torch.nn.functional.linear(hidden, weight, bias)[:count]
     if raw.dtype == torch.float64:
         return raw
     return raw.float()

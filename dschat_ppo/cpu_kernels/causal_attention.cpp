@@ -3,13 +3,12 @@
 //
 //     P = softmax(scale Q K^T)    dV = P^T dO    dS = P * (dO V^T - rowsum(dO * O))
 //     dQ = scale dS K             dK = scale dS^T Q
-#include "number.h"
+#include "attention_scores.h"
 
 #include <algorithm>
 
-typedef float lanes __attribute__((vector_size(64), aligned(4)));
-static const int64_t LANES = 16, TILE = 4; // numbers of a vector; rows of a register tile, which divide it
-static const int64_t BLOCK = 32;           // queries of a block, a multiple of LANES
+static const int64_t TILE = 4;   // rows of a register tile, which divide the numbers of a vector
+static const int64_t BLOCK = 32; // queries of a block, a multiple of LANES
 typedef std::vector<float> buffer;
 
 // Without it, GCC loads a vector again for each product that uses it.
@@ -148,7 +147,19 @@ static void write_rows(const buffer &from, const Tensor &to, const Part &part, c
     }
 }
 
-static void attend(const Part &part, const Columns &keys, const Columns &values, const Tensor &query,
+// Scores of a block of queries with the keys that it sees, in the order of additions of decoding.
+static void score(const buffer &q, const Tensor &key, const Part &part, const Block &block, const Shape &s, int64_t row,
+                  int64_t head, float *scores) {
+    int64_t stride = padded(s.width, LANES);
+    for (int64_t n = block.first; n < block.last;) {
+        int64_t end = n < part.seen() ? std::min(part.seen(), block.last) : block.last;
+        Keys keys = {key.at(row, head, part.column(n)), key.token, end - n, s.width};
+        attention_scores(q.data(), stride, block.count, keys, scores + n - block.first, block.span);
+        n = end;
+    }
+}
+
+static void attend(const Part &part, const Tensor &key, const Columns &values, const Tensor &query,
                    const Tensor &output, float *log_sums, const Shape &s, int64_t row, int64_t head) {
     static thread_local buffer q, weights, mixed;
     int64_t stride = values.width_padded;
@@ -158,17 +169,13 @@ static void attend(const Part &part, const Columns &keys, const Columns &values,
         weights.resize(BLOCK * block.span);
         read_rows(q, query, part, block, row, head, s.width, s.scale);
         int64_t rows = padded(block.count, TILE);
-        multiply({q.data(), keys.width_padded, 1}, keys.transposed.data() + block.first, keys.count_padded,
-                 weights.data(), block.span, rows, s.width, block.span, false);
+        score(q, key, part, block, s, row, head / (s.heads / s.key_heads), weights.data());
         for (int64_t i = 0; i < block.count; i++) {
             float *w = weights.data() + i * block.span;
             int64_t from = block.from(part, i, s.window), to = block.to(part, i);
-            float top = largest(w + from, to - from), total = 0;
-            for (int64_t key = from; key < to; key++) total += w[key] = fast_exp(w[key] - top);
-            for (int64_t key = from; key < to; key++) w[key] /= total;
+            log_sums[part.start + start + i] = attention_softmax(w + from, to - from);
             std::fill(w, w + from, 0.0f);
             std::fill(w + to, w + block.span, 0.0f);
-            log_sums[part.start + start + i] = top + logf(total);
         }
         multiply({weights.data(), block.span, 1}, values.straight.data() + block.first * stride, stride, mixed.data(),
                  stride, rows, block.last - block.first, stride, false);
@@ -237,12 +244,11 @@ void causal_attention(const number *query, const number *key, const number *valu
     for (int64_t row = 0; row < s.rows; row++)
         for (int64_t head = 0; head < s.key_heads; head++)
             for (int64_t p = 0; p < count; p++) {
-                static thread_local Columns keys, values;
+                static thread_local Columns values;
                 const Part &part = ((const Part *)parts)[p];
-                keys.read(k, part, row, head, s.width, true);
                 values.read(v, part, row, head, s.value_width, false);
                 for (int64_t h = head * group; h < (head + 1) * group; h++)
-                    attend(part, keys, values, q, o, log_sums + (row * s.heads + h) * s.tokens, s, row, h);
+                    attend(part, k, values, q, o, log_sums + (row * s.heads + h) * s.tokens, s, row, h);
             }
 }
 

@@ -1,12 +1,9 @@
 // Attention of one new token of each row over the KV cache.
-#include "number.h"
+#include "attention_scores.h"
 
 #include <algorithm>
 
 static const int64_t GRAIN = 32768; // products per call that justify a second thread
-
-typedef float lanes __attribute__((vector_size(64), aligned(4)));
-static const int64_t LANES = 16; // numbers of a vector
 
 static inline lanes load(const number *x) {
     lanes found;
@@ -23,28 +20,14 @@ struct Lines {
     }
 };
 
-// Dot products of queries (group, dim) with the keys of tokens `first` to `first + count` -> scores (group, count).
-// VECTORS of a key stay in registers for all queries; 0: heads of any size.
-template <int VECTORS>
-static void dot(const float *q, const number *keys, const Lines &lines, int64_t first, int64_t count, int64_t group,
-                float *scores) {
-    int64_t dim = lines.dim;
-    for (int64_t n = 0; n < count; n++) {
-        const number *k = lines.at(keys, first + n);
-        lanes part[VECTORS ? VECTORS : 1];
-        for (int v = 0; v < VECTORS; v++) part[v] = load(k + v * LANES);
-        for (int64_t g = 0; g < group; g++) {
-            float score = 0;
-            if (VECTORS) {
-                lanes sum = {};
-                for (int v = 0; v < VECTORS; v++) sum += *(const lanes *)(q + g * dim + v * LANES) * part[v];
-                for (int64_t i = 0; i < LANES; i++) score += sum[i];
-            } else {
-                for (int64_t i = 0; i < dim; i++) score += q[g * dim + i] * wide(k[i]);
-            }
-            scores[g * count + n] = score;
-        }
-    }
+// Scores of queries (group, dim) with the keys of tokens `first` to `first + count` -> (group, count).
+static void score(const float *queries, const number *cached, const Lines &lines, int64_t first, int64_t count,
+                  int64_t group, float *scores) {
+    int64_t dim = lines.dim, shared = std::min(count, std::max<int64_t>(0, lines.shared - first));
+    Keys before = {lines.at(cached, first), dim, shared, dim};
+    Keys after = {lines.at(cached, first + shared), dim, count - shared, dim};
+    attention_scores(queries, dim, group, before, scores, count);
+    attention_scores(queries, dim, group, after, scores + shared, count);
 }
 
 // Sums of the values of these tokens, weighted (ROWS, count) -> mixed (ROWS, dim).
@@ -104,7 +87,6 @@ void decode_attention(const number *query, const number *key, const number *valu
         int64_t count = lengths[row] + own[row] + 1;
         total += count, most = count > most ? count : most;
     }
-    auto *dots = dim == 32 ? dot<2> : dim == 64 ? dot<4> : dim == 96 ? dot<6> : dim == 128 ? dot<8> : dot<0>;
     auto *mixes = dim == 32 ? mix<2> : dim == 64 ? mix<4> : dim == 96 ? mix<6> : dim == 128 ? mix<8> : mix<0>;
 #pragma omp parallel if (total * heads * dim > GRAIN)
     {
@@ -120,12 +102,8 @@ void decode_attention(const number *query, const number *key, const number *valu
                        dim * sizeof(number));
                 const number *given = query + row * query_stride + head * group * dim;
                 for (int64_t i = 0; i < group * dim; i++) q[i] = wide(given[i]) * scale;
-                dots(q.data(), keys, lines, first, count, group, scores.data());
-                for (int64_t g = 0; g < group; g++) {
-                    float *s = scores.data() + g * count, top = largest(s, count), sum = 0;
-                    for (int64_t n = 0; n < count; n++) sum += s[n] = fast_exp(s[n] - top);
-                    for (int64_t n = 0; n < count; n++) s[n] /= sum;
-                }
+                score(q.data(), keys, lines, first, count, group, scores.data());
+                for (int64_t g = 0; g < group; g++) attention_softmax(scores.data() + g * count, count);
                 mixes(scores.data(), values, lines, first, count, group, mixed + (row * heads + head * group) * dim);
             }
     }

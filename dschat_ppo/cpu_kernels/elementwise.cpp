@@ -4,6 +4,26 @@
 
 static const int64_t GRAIN = 32768; // numbers per call that justify a second thread, as in PyTorch
 
+#ifdef __clang__
+#define ROUND_PRODUCTS
+#else
+#define ROUND_PRODUCTS __attribute__((optimize("fp-contract=off")))
+#endif
+
+// x * cos + rotate_half(x) * sin of a head, in place. Products are rounded before they are added, as in training. The
+// attribute does not reach the body of a parallel loop, so this is a function.
+ROUND_PRODUCTS static void rotate_head(number *first, const number *cos, const number *sin, int64_t half) {
+#ifdef __clang__
+#pragma clang fp contract(off)
+#endif
+    number *second = first + half;
+    for (int64_t i = 0; i < half; i++) {
+        float a = wide(first[i]), b = wide(second[i]);
+        first[i] = narrow(rounded(a * wide(cos[i])) + rounded(-b * wide(sin[i])));
+        second[i] = narrow(rounded(b * wide(cos[half + i])) + rounded(a * wide(sin[half + i])));
+    }
+}
+
 extern "C" {
 
 // weight * (x / sqrt(mean(x^2) + eps)) of each row.
@@ -47,18 +67,10 @@ void rms_norm_backward(const number *states, const number *weight, const number 
 // Rotate the first `heads` of `all` heads in place: x * cos + rotate_half(x) * sin. Angles of row r are at r * stride.
 void rotate(number *values, const number *cos, const number *sin, int64_t stride, int64_t rows, int64_t heads,
             int64_t all, int64_t dim) {
-    int64_t half = dim / 2;
 #pragma omp parallel for if (rows * heads * dim > GRAIN)
     for (int64_t row = 0; row < rows; row++) {
         const number *c = cos + row * stride, *s = sin + row * stride;
-        for (int64_t head = 0; head < heads; head++) {
-            number *first = values + (row * all + head) * dim, *second = first + half;
-            for (int64_t i = 0; i < half; i++) {
-                float a = wide(first[i]), b = wide(second[i]);
-                first[i] = narrow(rounded(a * wide(c[i])) + rounded(-b * wide(s[i])));
-                second[i] = narrow(rounded(b * wide(c[half + i])) + rounded(a * wide(s[half + i])));
-            }
-        }
+        for (int64_t head = 0; head < heads; head++) rotate_head(values + (row * all + head) * dim, c, s, dim / 2);
     }
 }
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dschat_ppo.algorithms.vocabulary_sums import VocabularyWeights
 from dschat_ppo.common.seeding import SPLITMIX_STEP, splitmix64
 from dschat_ppo.types import MinimumLength
 
@@ -149,10 +150,9 @@ def sample(
         plain = plain.masked_fill(forbidden, float("-inf"))
     scaled = plain
     if sampling.temperature != 1:
-        scaled = plain / sampling.temperature
-    top = scaled.amax(dim=1, keepdim=True)
-    weights = (scaled - top).exp_()
-    log_total = weights.sum(dim=1).log_()
+        scaled = plain * (1 / sampling.temperature)  # as the head of training does
+    distribution = VocabularyWeights.of(scaled)
+    weights = distribution.weights
     if sampling.repetition_penalty != 1 and seen is not None:
         penalty = sampling.repetition_penalty  # (Keskar et al. 2019, section 4.1)
         penalised = torch.where(plain > 0, plain / penalty, plain * penalty)
@@ -162,8 +162,7 @@ def sample(
         tokens = weights.argmax(dim=1)
     else:
         tokens = draw(_truncated(weights, sampling, search), uniforms)
-    chosen = scaled.gather(1, tokens.unsqueeze(1))
-    return tokens, (chosen - top).squeeze(1) - log_total
+    return tokens, distribution.logprobs(scaled, tokens)
 
 
 def _truncated(weights: Tensor, sampling: SamplingParameters, search: NucleusSearch) -> Tensor:
