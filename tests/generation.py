@@ -16,27 +16,28 @@ PENALTY = SamplingParameters(temperature=1.3, repetition_penalty=1.5)  # marks t
 ENDS = StoppingCriteria(12, eos_ids=(3, 5, 8, 17))
 
 
-def run(  # noqa: PLR0913
+OF_GENERATE = ("max_over_ranks", "recorder", "partner")  # its arguments
+
+
+def run(
     model="llama",
     prompts=LENGTHS,
     sampling=PENALTY,
     stopping=ENDS,
     seeds=None,
     limits=None,
-    max_over_ranks=None,
-    recorder=None,
-    partner=None,
     **how,
 ) -> Rollout:
     """A rollout of `prompts`, or of random ones of these lengths, by `model`, or the shared model
-    of that name. The other settings are those of `GenerationConfig`. Answer n has the seed n if
-    there are no `seeds`."""
+    of that name. The other settings are those of `GenerationConfig`, or arguments of `generate`.
+    Answer n has the seed n if there are no `seeds`."""
+    options = {name: how.pop(name) for name in OF_GENERATE if name in how}
     prompts = prompts_of(prompts) if isinstance(prompts, tuple) else prompts
     config = GenerationConfig(sampling, stopping, **how)
     seeds = torch.arange(len(prompts.prompt_ids) * config.samples) if seeds is None else seeds
     model = model_of(model) if isinstance(model, str) else model
     request = RolloutRequest(prompts, seeds, limits)
-    return generate(model, request, config, max_over_ranks, recorder=recorder, partner=partner)
+    return generate(model, request, config, **options)
 
 
 def assert_same(found: Rollout, expected: Rollout, atol: float = 2e-5) -> None:

@@ -113,9 +113,8 @@ TARGETS = (
     Target(
         "waits.rollout.per_token", at_most=2 / 8
     ),  # a poll of 8 tokens copies the rows, and reads their ends
-    Target(
-        "waits.step.train_per_micro_batch", at_most=8
-    ),  # up to 6 of packed rows, and those of the update
+    # those of an update and of the layouts before its first pass, shared by its micro-batches
+    Target("waits.step.train_per_micro_batch", at_most=8),
 )
 
 

@@ -70,7 +70,7 @@ class Segments:
             key_columns += [torch.arange(first_seen, end_seen), torch.arange(start, end)]
             key_counts.append(end_seen - first_seen + end - start)
         key_bounds = torch.tensor([0, *key_counts]).cumsum(0)
-        query_bounds, key_bounds, columns = _in_one_copy(
+        query_bounds, key_bounds, columns = in_one_copy(
             [query_bounds, key_bounds, torch.cat(key_columns)], device
         )
         return VarlenSegments(
@@ -146,12 +146,11 @@ class RowPrompts:
 
 
 def lay_out(input_ids: Tensor, lengths: Tensor, packs: bool, shares: bool) -> PackedLayout | None:
-    """Lay rows end to end, if that saves enough. The host computes the layout, so that it waits for
-    a GPU only to read the rows, before the first layer.
+    """Lay rows end to end, if that saves enough. The host computes the layout.
 
     Args:
-        input_ids: (B, T) int64, right-padded.
-        lengths: (B,) int64, all above 0.
+        input_ids: (B, T) int64, right-padded, on the host if rows may be packed.
+        lengths: (B,) int64, all above 0, there too.
         packs: pack rows that differ in length.
         shares: pack rows that begin alike, and hold their common beginnings once.
 
@@ -161,8 +160,6 @@ def lay_out(input_ids: Tensor, lengths: Tensor, packs: bool, shares: bool) -> Pa
     if not packs and not shares:
         return None
     width = input_ids.shape[1]
-    device = input_ids.device
-    lengths = lengths.cpu()
     order, leaders, shared = _shared_tokens(input_ids, lengths, shares)
     shares_any = bool(shared.any())
     if not shares_any and not (packs and are_uneven(lengths)):
@@ -193,7 +190,6 @@ def lay_out(input_ids: Tensor, lengths: Tensor, packs: bool, shares: bool) -> Pa
     segments = Segments(segment_lengths)
     if shares_any:
         segments = Segments(segment_lengths, seen)
-    slots, offsets = _in_one_copy([slots, offsets], device)
     return PackedLayout(slots, slots % width, offsets, segments)
 
 
@@ -208,7 +204,7 @@ def _shared_tokens(
     """
     row_indices = torch.arange(len(lengths))
     if shares and len(lengths) > 1:
-        order, prompts = common_beginnings(input_ids.cpu(), lengths)
+        order, prompts = common_beginnings(input_ids, lengths)
         saved = torch.where(prompts.groups == row_indices, 0, prompts.tokens)
         if int(saved.sum()) >= LEAST_SAVING * int(lengths.sum()):
             return torch.tensor(order), prompts.groups, saved
@@ -220,9 +216,9 @@ def are_uneven(lengths: Tensor) -> bool:
     return bool(lengths.min() < lengths.max())
 
 
-def _in_one_copy(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """int64 tensors of the host on the device."""
-    if device.type == "cpu":
+def in_one_copy(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """int64 tensors, all on one device, on `device`."""
+    if all(tensor.device == device for tensor in tensors):
         return tensors
     joined = torch.cat([tensor.flatten() for tensor in tensors]).to(device)
     chunks = joined.split([tensor.numel() for tensor in tensors])

@@ -28,8 +28,9 @@ from dschat_ppo.models.backbone import (
     position_arguments,
     real_slots,
 )
-from dschat_ppo.models.micro_batches import Segments, lay_out
+from dschat_ppo.models.micro_batches import Segments
 from dschat_ppo.models.pass_observers import observer_arguments, show_pass
+from dschat_ppo.models.pass_rows import PassRows
 from dschat_ppo.models.segment_attention import (
     blockwise_attention,
     segment_by_segment,
@@ -185,72 +186,63 @@ def reason_not_to_pack(model: PreTrainedModel, choice: str = "auto") -> str | No
     return None
 
 
-def token_states(
-    backbone: Any,
-    layout: Layout,
-    input_ids: Tensor,
-    lengths: Tensor,
-    slots: Tensor,
-    reads_few: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Run right-padded rows, packed if `layout` and the rows allow it.
+def token_states(backbone: Any, layout: Layout, rows: PassRows) -> tuple[Tensor, Tensor]:
+    """Run the rows of a forward pass.
 
     Args:
         backbone: the model without its head.
-        layout: how it may run rows.
-        input_ids: (B, T) int64.
-        lengths: (B,) int64, above 0.
-        slots: int64 of any shape, where tokens are in the rows flattened to (B x T).
-        reads_few: only the states at `slots` (n,) are read, so the last MLP runs for these tokens
-            alone.
+        layout: how it may run rows. With `reads_few` and slots (n,), only the states there are
+            read, so the last MLP runs for these tokens alone.
+        rows: laid out for this layout.
 
     Returns:
-        Last hidden states (N, H), and where in them those of the tokens at `slots` are.
+        Last hidden states (N, H), and where in them those of the read tokens are, in the shape of
+        their slots.
     """
-    rows = lay_out(input_ids, lengths, layout.packed, layout.shares)
-    width = input_ids.shape[1]
-    if rows is None:
+    packed = rows.packed
+    if packed is None:
+        width = rows.input_ids.shape[1]
         padded = padded_rows(backbone, layout.attention, layout.packed)
-        if reads_few:
-            padded = replace(
-                padded, forwards=last_mlp_of_read_tokens(backbone, slots % width, slots // width)
-            )
+        if layout.reads_few and rows.slots.dim() == 1:
+            forwards = last_mlp_of_read_tokens(backbone, rows.slots % width, rows.slots // width)
+            padded = replace(padded, forwards=forwards)
         with padded.running():
-            return backbone_states(backbone, input_ids, lengths).flatten(0, 1), slots
-    offsets = rows.offsets.flatten()[slots]
-    forwards = _layer_forwards(backbone, rows.segments, offsets, reads_few)
-    packed = ForwardPass(backbone.config, rows.segments, choice=layout.attention, forwards=forwards)
-    with packed.running():
+            states = backbone_states(backbone, rows.input_ids, rows.lengths)
+        return states.flatten(0, 1), rows.slots
+    forwards = _layer_forwards(backbone, packed.segments, rows)
+    forward_pass = ForwardPass(
+        backbone.config, packed.segments, choice=layout.attention, forwards=forwards
+    )
+    with forward_pass.running():
         output = backbone(
-            input_ids=input_ids.flatten()[rows.slots].unsqueeze(0),
+            input_ids=rows.input_ids.flatten()[packed.slots].unsqueeze(0),
             attention_mask=None,
             use_cache=False,
-            **position_arguments(backbone, rows.positions.unsqueeze(0)),
+            **position_arguments(backbone, packed.positions.unsqueeze(0)),
             **observer_arguments(),
         )
 
     def occurrences(mask: Tensor) -> Tensor:
         """A token that several rows share counts for each of them."""
-        return torch.bincount(rows.offsets[mask], minlength=len(rows.slots))
+        counts = mask.new_zeros(len(packed.slots), dtype=torch.int64)
+        return counts.scatter_add_(0, packed.offsets.flatten(), mask.flatten().long())
 
-    show_pass(output, real_slots(input_ids, lengths), occurrences)
-    return output.last_hidden_state[0], offsets
+    show_pass(output, real_slots(rows.input_ids, rows.lengths), occurrences)
+    return output.last_hidden_state[0], packed.offsets.flatten()[rows.slots]
 
 
 def _layer_forwards(
-    backbone: Any, segments: Segments, offsets: Tensor, reads_few: bool
+    backbone: Any, segments: Segments, rows: PassRows
 ) -> list[tuple[nn.Module, Callable[..., Tensor]]]:
     """Layers that run a packed row in another way than the tokens of a row: those that carry a
-    state, and with `reads_few` the last MLP, for the tokens at `offsets` (n,) alone."""
+    state, and the last MLP, where it runs the tokens that are read alone."""
     forwards = []
     layers = state_layers(backbone)
     if layers:
-        state_rows = StateRows.of(segments.lengths, segments.seen, offsets.device)
+        state_rows = StateRows.of(segments.lengths, segments.seen, rows.input_ids.device)
         forwards = [(layer, state_rows.around(layer.forward)) for layer in layers]
-    if reads_few:
-        if segments.seen is not None:  # several rows may share a token
-            offsets = offsets.unique()
-        forwards += last_mlp_of_read_tokens(backbone, offsets)
+    if rows.read_offsets is not None:
+        forwards += last_mlp_of_read_tokens(backbone, rows.read_offsets)
     return forwards
 
 

@@ -39,6 +39,7 @@ from dschat_ppo.models.backbone import (
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.packing import CHECKPOINTING, padded_rows, token_states
 from dschat_ppo.models.pass_observers import observer_arguments, show_pass
+from dschat_ppo.models.pass_rows import PassRows, lengths_read
 from dschat_ppo.types import MinimumLength, Model, Rollout, chosen_columns, full_sequences
 
 
@@ -104,7 +105,7 @@ class PolicyModel(WrappedModel):
     def forward(
         self,
         input_ids: Tensor,
-        target_mask: Tensor,
+        targets: Tensor | PassRows,
         temperature: float = 1.0,
         entropy_grad: bool = False,
         forbidden: Forbidden | None = None,
@@ -117,28 +118,30 @@ class PolicyModel(WrappedModel):
 
         Args:
             input_ids: (B, T) int64, right-padded.
-            target_mask: (B, T) bool, True on tokens whose log-prob is computed; the first column is
-                ignored.
+            targets: (B, T) bool, True on tokens whose log-prob is computed; the first column is
+                ignored. Or these rows as they are laid out already, if the model is fused and
+                runs its rows itself; the tokens before the targets are those that are read.
             temperature: divides the logits.
             entropy_grad: keep the gradient of the entropies.
-            forbidden: (B, T) bool, True on tokens that were drawn without some others, and the ids
+            forbidden: (B, T) bool, True on targets that were drawn without some others, and the ids
                 of these.
             states: give the hidden states (N, H), if `compares_distributions`.
             teachings: give the divergence from each of these at its tokens, and 0 elsewhere, if
                 `compares_distributions`.
         """
         with activations_on_host(self.layout.offload_activations):
+            if isinstance(targets, PassRows):
+                return self._fused_scores(
+                    targets, temperature, entropy_grad, forbidden, states, teachings
+                )
             if self.layout.runner is not None:
                 return self.layout.runner.token_scores(
-                    self, input_ids, target_mask, temperature, entropy_grad, forbidden
+                    self, input_ids, targets, temperature, entropy_grad, forbidden
                 )
             if not self.layout.fused:
-                return self._plain_scores(
-                    input_ids, target_mask, temperature, entropy_grad, forbidden
-                )
-            return self._fused_scores(
-                input_ids, target_mask, temperature, entropy_grad, forbidden, states, teachings
-            )
+                return self._plain_scores(input_ids, targets, temperature, entropy_grad, forbidden)
+            rows = PassRows.of_targets(input_ids, targets, self.layout)
+            return self._fused_scores(rows, temperature, entropy_grad, forbidden, states, teachings)
 
     @property
     def compares_distributions(self) -> bool:
@@ -170,8 +173,7 @@ class PolicyModel(WrappedModel):
 
     def _fused_scores(
         self,
-        input_ids: Tensor,
-        target_mask: Tensor,
+        rows: PassRows,
         temperature: float,
         entropy_grad: bool,
         forbidden: Forbidden | None,
@@ -179,22 +181,12 @@ class PolicyModel(WrappedModel):
         teachings: Sequence[Teaching],
     ) -> tuple[Tensor, ...]:
         """`forward` through the vocabulary in blocks."""
-        # (N,) each: where the states before the targets are, before the forward pass because the
-        # host waits for them
-        row, column = target_mask[:, 1:].nonzero(as_tuple=True)
-        tokens = input_ids[row, column + 1]
-        slots = row * input_ids.shape[1] + column
+        target_slots = rows.slots + 1
+        tokens = rows.input_ids.flatten()[target_slots]
         if forbidden is not None:
             mask, ids = forbidden
-            forbidden = mask[row, column + 1], ids
-        all_states, offsets = token_states(
-            self.backbone,
-            self.layout,
-            input_ids,
-            lengths_read(target_mask),
-            slots,
-            self.layout.reads_few,
-        )
+            forbidden = mask.flatten()[target_slots], ids
+        all_states, offsets = token_states(self.backbone, self.layout, rows)
         hidden = all_states[offsets]  # (N, H)
         logprobs, entropy, *divergences = self.head_scores(
             hidden, tokens, temperature, entropy_grad, forbidden, teachings
@@ -289,13 +281,6 @@ def _divergence(
     return zeros.index_add(0, teaching.tokens, divergence)
 
 
-def lengths_read(target_mask: Tensor) -> Tensor:
-    """(B,) int64: the tokens of each row up to the one whose state predicts the last target, at
-    least 1."""
-    columns = torch.arange(target_mask.shape[1], device=target_mask.device)
-    return torch.where(target_mask, columns, 0).amax(dim=1).clamp_min(1)
-
-
 def scores_of_logits(
     logits: Tensor, tokens: Tensor, temperature: float, entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
@@ -327,7 +312,7 @@ class ScalarModel(WrappedModel):
         input_ids: Tensor,
         lengths: Tensor,
         last_only: bool = False,
-        read_mask: Tensor | None = None,
+        read_mask: Tensor | PassRows | None = None,
     ) -> Tensor:
         """A value for each token, as the causal model sees the row up to it.
 
@@ -336,23 +321,27 @@ class ScalarModel(WrappedModel):
             lengths: (B,) int64.
             last_only: compute the values of the last tokens alone.
             read_mask: (B, T) bool, True on the N real tokens whose values are computed; None: all.
+                Or these rows as they are laid out already, if the model runs its rows itself.
 
         Returns:
             (B, T) fp32, meaningless after a row's end; (B,) with `last_only`; (N,) with
             `read_mask`, row after row. Packed rows then need no memory for padding.
         """
         with activations_on_host(self.layout.offload_activations):
-            slots = torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape)
-            if read_mask is not None:
-                slots = slots[read_mask]
-            elif last_only:
-                slots = slots.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
-            if self.layout.runner is not None:
-                return self.layout.runner.token_values(self, input_ids, lengths).flatten()[slots]
-            reads_few = self.layout.reads_few and (read_mask is not None or last_only)
-            states, offsets = token_states(
-                self.backbone, self.layout, input_ids, lengths, slots, reads_few
-            )
+            if isinstance(read_mask, PassRows):
+                rows = read_mask
+            else:
+                slots = torch.arange(input_ids.numel(), device=input_ids.device)
+                slots = slots.view(input_ids.shape)
+                if read_mask is not None:
+                    slots = slots[read_mask]
+                elif last_only:
+                    slots = slots.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
+                if self.layout.runner is not None:
+                    values = self.layout.runner.token_values(self, input_ids, lengths)
+                    return values.flatten()[slots]
+                rows = PassRows.of(input_ids, lengths, slots, self.layout)
+            states, offsets = token_states(self.backbone, self.layout, rows)
             if offsets.dim() == 1:
                 return self.head_values(states[offsets])
             return self.head_values(states)[offsets]
@@ -388,6 +377,7 @@ def response_logprobs(
     minimum_length: MinimumLength | None = None,
     keeps_layer: bool = False,
     teachings: Sequence[Teaching] = (),
+    pass_rows: PassRows | None = None,
 ) -> ResponseLogprobs:
     """Log-probs of the response tokens under a `PolicyModel`, or the one in an engine.
 
@@ -399,21 +389,23 @@ def response_logprobs(
         minimum_length: tokens that could not be drawn at the beginning of a response.
         keeps_layer: give the `layer` too.
         teachings: give the `divergences` from these teachers on the same tokens.
+        pass_rows: these rows as they are laid out for this model (`StepPasses`).
 
     Returns:
         Log-probs, entropies of the distributions that the tokens are drawn from, and what was asked
         for.
     """
-    input_ids, _ = full_sequences(rows)
-    target_mask = chosen_columns(rows, input_ids.shape[1])
+    if pass_rows is not None:
+        input_ids = pass_rows.input_ids
+    else:
+        input_ids, _ = full_sequences(rows)
+    targets = pass_rows or chosen_columns(rows, input_ids.shape[1])
     forbidden = None
     if minimum_length is not None:
-        columns = torch.arange(input_ids.shape[1], device=input_ids.device)
-        prompt_tokens = rows.prompt_mask.sum(dim=1, keepdim=True)
-        is_early = columns < prompt_tokens + minimum_length.minimum
-        forbidden = target_mask & is_early, minimum_length.ids
+        is_early = _is_early(rows, minimum_length, input_ids.shape[1])
+        forbidden = is_early, minimum_length.ids
     logprobs, entropy, *extras = engine(
-        input_ids, target_mask, temperature, entropy_grad, forbidden, keeps_layer, teachings
+        input_ids, targets, temperature, entropy_grad, forbidden, keeps_layer, teachings
     )
 
     def in_rows(values: Tensor) -> Tensor:
@@ -429,10 +421,21 @@ def response_logprobs(
     return ResponseLogprobs(in_rows(logprobs), in_rows(entropy), divergences, layer)
 
 
-def response_values(engine: Model, rows: Rollout) -> Tensor:
-    """The critic's value before each response token, (B, R) fp32, 0 outside `response_mask`."""
-    input_ids, lengths = full_sequences(rows)
-    before_responses = chosen_columns(rows, input_ids.shape[1], shift=1)
-    values = engine(input_ids, lengths, read_mask=before_responses)  # (N,)
-    zeros = torch.zeros(rows.response_mask.shape, device=input_ids.device)
+def _is_early(rows: Rollout, minimum_length: MinimumLength, width: int) -> Tensor:
+    """(B, `width`) bool: the columns of `full_sequences` before those of a response that may end
+    it."""
+    columns = torch.arange(width, device=rows.prompt_mask.device)
+    return columns < rows.prompt_mask.sum(dim=1, keepdim=True) + minimum_length.minimum
+
+
+def response_values(engine: Model, rows: Rollout, pass_rows: PassRows | None = None) -> Tensor:
+    """The critic's value before each response token, (B, R) fp32, 0 outside `response_mask`.
+    `pass_rows`: these rows as they are laid out for this model (`StepPasses`)."""
+    if pass_rows is None:
+        input_ids, lengths = full_sequences(rows)
+        before_responses = chosen_columns(rows, input_ids.shape[1], shift=1)
+        values = engine(input_ids, lengths, read_mask=before_responses)  # (N,)
+    else:
+        values = engine(pass_rows.input_ids, pass_rows.lengths, read_mask=pass_rows)
+    zeros = torch.zeros(rows.response_mask.shape, device=rows.response_mask.device)
     return zeros.masked_scatter(rows.response_mask, values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.phases import block
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.models.micro_batches import RowPrompts, deal, split_by_tokens
+from dschat_ppo.models.step_passes import StepPasses, on_host
 from dschat_ppo.types import (
     Experience,
     ForwardedRollout,
@@ -38,6 +39,7 @@ class MiniBatch(Generic[Rewarded]):
     denominators: Denominators  # of the policy loss: counts over all micro-batches and ranks
     value_tokens: float  # denominator of the value loss
     metric_weight: float  # 1 / number of micro-batches of all ranks
+    passes: StepPasses = field(default_factory=StepPasses)  # over the micro-batches
 
 
 @dataclass(frozen=True)
@@ -97,11 +99,18 @@ class MiniDataset:
             splits.append([rank_rows[piece] for piece in pieces])
         most_micro_batches = max(len(micro_batches) for micro_batches in splits)
 
-        micro_batches = [select_rows(rows, indices) for indices in splits[dist.data_rank()]]
+        host_rows = on_host(rows)
+        micro_batches = []
+        host_copies = []
+        for indices in splits[dist.data_rank()]:
+            micro_batches.append(select_rows(rows, indices))
+            host_copies.append(select_rows(host_rows, indices.cpu()))
         shortest = select_rows(rows, lengths.argmin().unsqueeze(0))
         empty_mask = torch.zeros_like(shortest.response_mask)
         empty = replace(shortest, response_mask=empty_mask, loss_mask=empty_mask)
-        micro_batches += (most_micro_batches - len(micro_batches)) * [empty]
+        missing = most_micro_batches - len(micro_batches)
+        micro_batches += missing * [empty]
+        host_copies += missing * [on_host(empty)]
 
         loss_tokens = rows.loss_mask.sum(dim=1)  # (n,) tokens in the policy loss
         counts = torch.stack([loss_tokens.sum(), (loss_tokens > 0).sum(), rows.response_mask.sum()])
@@ -113,6 +122,7 @@ class MiniDataset:
             Denominators(policy_tokens, policy_rows, constant=longest_possible),
             value_tokens,
             metric_weight=1 / (most_micro_batches * dist.data_ranks()),
+            passes=StepPasses(micro_batches, host_copies),
         )
 
 

@@ -23,6 +23,7 @@ from dschat_ppo.config.on_policy import OldLogprobs
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.features import hooks
 from dschat_ppo.models.micro_batches import even_passes, share_prompts
+from dschat_ppo.models.step_passes import StepPasses, on_host
 from dschat_ppo.models.wrapped_models import Teaching, response_logprobs, response_values
 from dschat_ppo.ppo.mini_dataset import gather_rows, prompts_of
 from dschat_ppo.ppo.response_texts import response_texts, texts_of
@@ -168,20 +169,25 @@ class ForwardPasses:
         prompts = None
         if share_prompts(self.actor, self.reference, self.critic):
             prompts = prompts_of(batch)
-        # the last of `micro_batches` may be repeated, so that all ranks run as many
-        micro_batches, count = even_passes(row_lengths(batch), self.micro_batch_tokens, prompts)
+        # the last pass may be repeated, so that all ranks run as many
+        row_indices, count = even_passes(row_lengths(batch), self.micro_batch_tokens, prompts)
+        host_batch = on_host(batch)
+        micro_batches = [select_rows(batch, indices) for indices in row_indices]
+        host_copies = [select_rows(host_batch, indices.cpu()) for indices in row_indices]
+        passes = StepPasses(micro_batches, host_copies)
         results: list[ForwardedRollout] = []
-        for row_indices in micro_batches:
+        for micro_batch in micro_batches:
             heartbeat()
-            results.append(self._micro_batch(select_rows(batch, row_indices)))
+            results.append(self._forwarded(micro_batch, passes))
             report_phase(len(results), len(micro_batches), "batches")
-        order = torch.argsort(torch.cat(micro_batches[:count]))  # the order of the rollout
+        order = torch.argsort(torch.cat(row_indices[:count]))  # the order of the rollout
         rank_rows = order.chunk(dist.ranks_of_row())[dist.rank_in_row()]
         return select_rows(concat_rows(results[:count]), rank_rows)
 
-    def _micro_batch(self, rows: ForwardedRollout) -> ForwardedRollout:
+    def _forwarded(self, micro_batch: ForwardedRollout, passes: StepPasses) -> ForwardedRollout:
         """The rows of a micro-batch with what one forward pass of each model gives; every tensor
         is (b, R). The models are in eval mode already."""
+        rows = micro_batch
         has_full_kl = self.kl_estimator == "full" and self.reference is not None
         reference = None
         if self.reference is not None:
@@ -192,6 +198,7 @@ class ForwardPasses:
                     self.temperature,
                     minimum_length=self.minimum_length,
                     keeps_layer=has_full_kl,
+                    pass_rows=passes.pass_rows(self.reference, micro_batch),
                 )
         if self.old_logprobs == "recompute":
             teachings = []
@@ -204,6 +211,7 @@ class ForwardPasses:
                     self.temperature,
                     minimum_length=self.minimum_length,
                     teachings=teachings,
+                    pass_rows=passes.pass_rows(self.actor, micro_batch),
                 )
             rows = replace(rows, old_logprobs=actor.logprobs, entropies=actor.entropy)
             if has_full_kl:
@@ -221,5 +229,6 @@ class ForwardPasses:
                 rows = with_columns(rows, further_pass.columns_of(rows))
         if self.critic is not None:
             with self.clock.part("critic"):
-                rows = replace(rows, values=response_values(self.critic, rows))
+                pass_rows = passes.pass_rows(self.critic, micro_batch)
+                rows = replace(rows, values=response_values(self.critic, rows, pass_rows))
         return rows

@@ -141,6 +141,7 @@ class ActorLoss:
             entropy_coef > 0,
             self.minimum_length,
             teachings=list(chain.from_iterable(distributions)),
+            pass_rows=minibatch.passes.pass_rows(self.actor, rows),
         )
         old_logprobs = rows.old_logprobs
         if old_logprobs is None:
@@ -252,7 +253,7 @@ def critic_loss(
         recorded: takes the values of this pass.
     """
     mask = rows.response_mask
-    values = response_values(critic, rows)
+    values = response_values(critic, rows, minibatch.passes.pass_rows(critic, rows))
     if recorded is not None:
         recorded.record(rows, values=values)
     if isinstance(rows, Experience):

@@ -29,6 +29,7 @@ from dschat_ppo.models.kernel_selection import (
 )
 from dschat_ppo.models.micro_batches import Segments
 from dschat_ppo.models.packing import token_states
+from dschat_ppo.models.pass_rows import PassRows
 from dschat_ppo.models.segment_attention import _eager_attention, blockwise_attention
 from dschat_ppo.models.wrapped_models import PolicyModel, response_logprobs
 from dschat_ppo.types import full_sequences
@@ -76,11 +77,12 @@ def test_one_call_of_variable_length_attention_gives_the_same_states(
     model, calls = model_of(name).base_model.double(), []
     ids, lengths = full_sequences(rollout())
     places, layout = torch.arange(ids.numel()).view(ids.shape), Layout(packed=True, shares=shares)
-    expected, _ = token_states(model, layout, ids, lengths, places)
+    rows = PassRows.of(ids, lengths, places, layout)
+    expected, _ = token_states(model, layout, rows)
     assert (len(expected) < int(lengths.sum())) is shares
     monkeypatch.setattr(segment_attention, "_VARLEN", flash_by_hand(calls))
     monkeypatch.setattr(packing, "suits_varlen", lambda *_: True)
-    found, _ = token_states(model, layout, ids, lengths, places)
+    found, _ = token_states(model, layout, rows)
     assert set(calls) == windows and len(calls) == 2  # one for each layer
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
     weights = torch.linspace(-1, 1, found.numel()).view(found.shape)

@@ -8,6 +8,7 @@ from tiny_models import VOCABULARY, new_model
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.micro_batches import lay_out
 from dschat_ppo.models.packing import token_states
+from dschat_ppo.models.pass_rows import PassRows
 from dschat_ppo.models.state_layers import StateRows, state_layers
 from dschat_ppo.models.wrapped_models import PolicyModel
 
@@ -93,6 +94,8 @@ def test_hooks_of_a_layer_run_once_around_the_packed_row():
     )
     layer.register_forward_hook(lambda _, args, output: seen.append(output.shape))
     lengths = torch.tensor([9, 3])
-    token_states(lm.model, Layout(packed=True), torch.ones(2, 9).long(), lengths, torch.arange(2))
+    layout = Layout(packed=True)
+    rows = PassRows.of(torch.ones(2, 9).long(), lengths, torch.arange(2), layout)
+    token_states(lm.model, layout, rows)
     assert seen == [(1, 12, 32), (1, 12, 32)]
     assert "forward" not in vars(layer)

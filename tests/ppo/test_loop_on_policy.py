@@ -9,7 +9,7 @@ import pytest
 import torch
 from plain_ppo import EVERYTHING, STEPS, PlainRun, StopAt
 from pretended_gpu import moved, on_gpu, pretended_gpu
-from tiny_experience import experience
+from tiny_experience import experience, record
 from tiny_models import new_model
 
 from dschat_ppo.algorithms.aggregation import Denominators
@@ -17,12 +17,21 @@ from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.errors import StopRequested
 from dschat_ppo.models import packing, segment_attention
 from dschat_ppo.models.backbone import Layout
+from dschat_ppo.models.step_passes import on_host
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.ppo.mini_dataset import MiniBatch
-from dschat_ppo.ppo.score import texts_of
+from dschat_ppo.ppo import score
+from dschat_ppo.ppo.mini_dataset import MiniBatch, MiniDataset
+from dschat_ppo.ppo.score import ForwardPasses, texts_of
 from dschat_ppo.ppo.token_losses import ActorLoss, critic_loss
-from dschat_ppo.types import Experience, MinimumLength, RewardedRollout, record_of, tensors_of
+from dschat_ppo.types import (
+    Experience,
+    MinimumLength,
+    RewardedRollout,
+    Rollout,
+    record_of,
+    tensors_of,
+)
 
 ONE_UPDATE = "--per_device_training_batch_size 4 --ppo_epochs 1 --micro_batch_tokens 24"
 GROUPS = f"{ONE_UPDATE} --n_samples_per_prompt 2 --per_device_generation_batch_size 2"
@@ -188,8 +197,8 @@ def test_a_value_loss_that_is_not_finite_skips_the_critic_alone(assets, tmp_path
     [bad_step] = bad_steps
     assert bad_step.role == "critic"
     assert str(bad_step.fault).startswith("the gradient is not finite")
-    for record in bad_step.records:
-        assert type(record) is RewardedRollout and record.values is None
+    for bad_rows in bad_step.records:
+        assert type(bad_rows) is RewardedRollout and bad_rows.values is None
 
 
 MINIBATCH = MiniBatch(
@@ -267,32 +276,102 @@ def test_a_micro_batch_waits_only_before_the_layers(role, flags):
     assert metrics == pytest.approx(real.reduce(), rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("shares", "reads_few", "waits"),
-    [(False, False, 4), (True, False, 5), (False, True, 4), (True, True, 6)],
-)
-def test_packed_rows_wait_only_before_the_second_layer(monkeypatch, shares, reads_few, waits):
-    """The host finds the wanted tokens, reads lengths, and to share prompts the rows; it copies the
-    layout, and in the first layer the segments. Where rows share the tokens before a wanted one, it
-    finds them once. The attention is replaced by its query."""
+@pytest.fixture
+def attention_of_a_gpu(monkeypatch):
+    """One call for all segments, which is replaced by its query."""
     monkeypatch.setattr(segment_attention, "_VARLEN", lambda query, *_, **__: query)
     monkeypatch.setattr(packing, "suits_varlen", lambda *_: True)
+
+
+PACKED = [
+    {"packed": True},
+    {"packed": True, "shares": True},
+    {"packed": True, "reads_few": True},
+    {"packed": True, "shares": True, "reads_few": True},
+]
+
+
+@pytest.mark.parametrize("ways", PACKED, ids=str)
+def test_packed_rows_wait_only_before_the_layers(attention_of_a_gpu, ways):
+    """The host finds the wanted tokens, reads the rows, and copies their layout and their
+    segments."""
     ids = torch.arange(20).repeat(4, 1)
     ids[:, 12:] += torch.arange(4).unsqueeze(1)
     wanted = (torch.arange(20) >= 12) & (
         torch.arange(20) < torch.tensor([20, 17, 14, 20]).unsqueeze(1)
     )
     with pretended_gpu() as seen:
-        engine, until_second = moved(policy()), []
-        engine.layout = Layout(packed=True, shares=shares, reads_few=reads_few)
-        engine.lm.model.layers[1].register_forward_pre_hook(
-            lambda *_: until_second.append(seen.waits.total())
+        engine, until_first = moved(policy()), []
+        engine.layout = Layout(**ways)
+        engine.lm.model.layers[0].register_forward_pre_hook(
+            lambda *_: until_first.append(seen.waits.total())
         )
         arguments = on_gpu(ids), on_gpu(wanted)
         seen.waits.clear()
         engine(*arguments)
-        assert [seen.waits.total()] == until_second == [waits], seen.waits
+        assert [seen.waits.total()] == until_first == [4], seen.waits
         assert not seen.mixed
+
+
+def rows_of_a_step() -> Experience:
+    """Answers of 5 to 14 tokens, all different, to three prompts of 20."""
+    generator = torch.Generator().manual_seed(0)
+    groups = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2, 2])
+    mask = torch.arange(14) < torch.tensor([9, 14, 11, 12, 10, 13, 8, 7, 6, 5]).unsqueeze(1)
+    return record(
+        Experience,
+        mask,
+        prompt_ids=torch.randint(0, 24, (3, 20), generator=generator)[groups],
+        prompt_mask=torch.ones(10, 20, dtype=torch.bool),
+        response_ids=torch.randint(0, 24, mask.shape, generator=generator),
+        loss_weights=mask.float(),
+        groups=groups,
+    )
+
+
+# padded rows wait once, in transformers' check of positions
+@pytest.mark.parametrize(("ways", "waits"), [({}, 1), *((ways, 0) for ways in PACKED)], ids=str)
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_later_micro_batches_of_an_update_do_not_wait(attention_of_a_gpu, role, ways, waits):
+    with pretended_gpu() as seen:
+        model = moved(policy() if role == "actor" else critic())
+        model.layout = Layout(**ways)
+        batch = record_of(
+            Experience,
+            {name: on_gpu(value) for name, value in tensors_of(rows_of_a_step()).items()},
+        )
+        dataset = MiniDataset(10, 80, 14, seed=0, shares_prompts="shares" in ways)
+        [minibatch] = dataset.minibatches(batch, 1, step=1)
+        assert len(minibatch.micro_batches) > 1
+        waits_of_passes = []
+        for rows in minibatch.micro_batches:
+            seen.waits.clear()
+            if role == "actor":
+                ActorLoss(model, AlgorithmFlags(), 0.7, MinimumLength((2,), 3))(
+                    rows, minibatch, 0.0, MetricSums()
+                )
+            else:
+                critic_loss(model, rows, minibatch, AlgorithmFlags(), MetricSums())
+            waits_of_passes.append(seen.waits.total())
+        assert waits_of_passes[0] > waits
+        assert set(waits_of_passes[1:]) == {waits}, seen.waits
+
+
+@pytest.mark.parametrize("ways", PACKED, ids=str)
+def test_later_micro_batches_of_scoring_do_not_wait(attention_of_a_gpu, monkeypatch, ways):
+    with pretended_gpu() as seen:
+        models = [moved(policy()), moved(policy()), moved(critic())]
+        for model in models:
+            model.layout = Layout(**ways)
+        before_passes = []
+        monkeypatch.setattr(score, "heartbeat", lambda: before_passes.append(seen.waits.total()))
+        passes = ForwardPasses(*models, 0.7, 80, "recompute", "k3")
+        step = rows_of_a_step()
+        rollout = {name: on_gpu(column) for name, column in tensors_of(on_host(step)).items()}
+        passes(record_of(Rollout, rollout), on_gpu(step.groups))
+        first, second, *later = before_passes
+        assert later
+        assert first < second == later[-1], seen.waits
 
 
 def test_texts_leave_the_gpu_at_once():

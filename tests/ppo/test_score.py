@@ -167,9 +167,9 @@ def watched_passes(monkeypatch) -> list[list[int]]:
     """Tokens of the rows of each pass that is made from now on."""
     seen: list[list[int]] = []
 
-    def watched(engine, rows):
+    def watched(engine, rows, pass_rows):
         seen.append(row_lengths(rows).tolist())
-        return response_values(engine, rows)
+        return response_values(engine, rows, pass_rows)
 
     monkeypatch.setattr(score, "response_values", watched)
     return seen

@@ -67,7 +67,13 @@ def loss_of(monkeypatch):
     asked = []
 
     def response_logprobs(
-        engine, rows, temperature, entropy_grad=False, minimum_length=None, teachings=()
+        engine,
+        rows,
+        temperature,
+        entropy_grad=False,
+        minimum_length=None,
+        teachings=(),
+        pass_rows=None,
     ):
         assert minimum_length is ENDS
         asked.append((engine, temperature, entropy_grad, *teachings))
@@ -215,7 +221,7 @@ def test_rows_that_are_off_policy_with_negative_advantages_are_left_out(
 def test_the_value_loss_is_a_mean_over_all_response_tokens(monkeypatch):
     now = torch.tensor([[1.0, 2.0, 3.0], [4.0, 0.1, 9.0]])
     monkeypatch.setattr(
-        token_losses, "response_values", lambda critic, rows: now if critic == "critic" else None
+        token_losses, "response_values", lambda critic, *_: now if critic == "critic" else None
     )
     rows, sums = rows_of(returns=torch.full((2, 3), 1.0)), MetricSums()
     # old values 0, clip 0.5: max((v - 1)^2, (clipped - 1)^2) / 2, with clipped values 0.5, 0.5,
@@ -273,7 +279,7 @@ def test_without_old_values_the_targets_follow_from_those_of_the_pass(monkeypatc
     """gamma 0.5, lambda 0.5; rewards 0, 0, 1 and 0, 2. Errors are -A, as returns are A + V with the
     same V."""
     values = torch.tensor([[1.0, 2.0, 4.0], [3.0, 1.0, 99.0]], requires_grad=True)
-    monkeypatch.setattr(token_losses, "response_values", lambda critic, rows: values)
+    monkeypatch.setattr(token_losses, "response_values", lambda *_: values)
     whole = vars(rows_of(rewards=torch.tensor([[0.0, 0.0, 1.0], [0.0, 2.0, 50.0]]), values=None))
     rows = RewardedRollout(
         **{
