@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    GPT2Config,
     Lfm2Config,
     LlamaConfig,
     LlamaForCausalLM,
@@ -18,6 +19,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3Config,
 )
 
 from dschat_ppo.tools.toy import make_tokenizer
@@ -83,6 +85,29 @@ SHAPES: dict[str, PretrainedConfig] = {
         num_labels=1,
         **_SHARED,
     ),
+    "qwen3-1.7b": Qwen3Config(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+        num_labels=1,
+        **_SHARED,
+    ),
+    "qwen2-7b": Qwen2Config(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        num_labels=1,
+        **_SHARED,
+    ),
+    "gpt2-124m": GPT2Config(bos_token_id=None, eos_token_id=None, pad_token_id=0, num_labels=1),
     "llama-7b": LlamaConfig(
         vocab_size=32000,
         hidden_size=4096,

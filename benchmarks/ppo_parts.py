@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,11 +142,17 @@ def given_lengths(ppo: PPOComponents, work: Workload) -> Iterator[None]:
         rollout_sampler.generate = generate
 
 
-def ppo_step(ppo: PPOComponents, work: Workload, step: int = 1) -> None:
+def ppo_step(
+    ppo: PPOComponents,
+    work: Workload,
+    step: int = 1,
+    around_updates: AbstractContextManager[Any] | None = None,
+) -> None:
     """One PPO step of the real loop, on `work`; `ppo.clock` times its phases."""
     with given_lengths(ppo, work):
         experience = make_experience(ppo, step, SAVES_NOTHING)
     assert experience is not None and int(experience.response_mask.sum()) == work.tokens
-    for minibatch in ppo.minibatches_left(experience, step):
-        update(ppo, minibatch, step)
+    with around_updates or nullcontext():
+        for minibatch in ppo.minibatches_left(experience, step):
+            update(ppo, minibatch, step)
     assert ppo.state.actor_updates == ppo.state.updates == 1

@@ -1,16 +1,12 @@
-"""What this machine can do, generation against Hugging Face `generate` and memory bandwidth, PPO
-and GRPO steps with their use of the device's arithmetic, and how often the host waits for the
-device."""
+"""What this machine can do, generation against Hugging Face `generate` and memory bandwidth, and
+PPO and GRPO steps with their use of the device's arithmetic; with Triton's kernels and without."""
 
 from __future__ import annotations
 
 import math
 import shutil
 import statistics
-import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,17 +21,20 @@ from models import SHAPES, Workload, config_of, language_model, workload
 from ppo_parts import GRPO, make_ppo, ppo_step, save_models
 from rollout import by_transformers, by_us, memory_limit
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
-from transformers import PretrainedConfig, PreTrainedModel, Qwen2Config
+from transformers import PretrainedConfig, PreTrainedModel
 
+from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.common.phases import current_phase
 from dschat_ppo.features.cuda_graphs.step_recorders import RolloutGraphs
 from dschat_ppo.models.fast_layers import use_fast_layers
+from dschat_ppo.planner.model_parts import read_model_configs
+from dschat_ppo.planner.plan_step import plan_step
 from dschat_ppo.ppo.components import PPOComponents
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.run.process_group import init_process_group
 from dschat_ppo.types import repeat_rows
 from gpu_checks.parts import Findings
+from gpu_checks.profiles import KernelProfile, without_kernels
 
 LENGTHS, ROWS = range(700, 1070, 37), 8
 
@@ -107,8 +106,8 @@ def attention(device: torch.device, lengths: Any) -> dict[str, Any]:
 
 
 def rollout(found: Findings, tiny: bool, shape: str) -> None:
-    """64 rows of 512 + 512 tokens, more rows of varied lengths, nucleus sampling, and `generate` on
-    the first."""
+    """64 rows of 512 + 512 tokens, with Triton's kernels and without; the kernels of its steps;
+    more rows of varied lengths, nucleus sampling, and `generate` on the first."""
     device = init_process_group()
     config = config_of(512, 2, 128) if tiny else SHAPES[shape]
     theirs, model = (language_model(config, device.type) for _ in range(2))
@@ -122,6 +121,9 @@ def rollout(found: Findings, tiny: bool, shape: str) -> None:
         found.add(
             "ours_64", ours | {"share_of_limit": ours["tokens_per_s"] / found.found["limit_64"]}
         )
+    with without_kernels():
+        found.measure("without_kernels_64", lambda: measured(model, work, rows))
+    found.measure("profile", lambda: decode_profile(model, work, rows))
     # warm-up
     by_transformers(theirs, replace(work, answer_lengths=work.answer_lengths.clamp_max(4)), rows)
     plain = found.measure(
@@ -133,6 +135,39 @@ def rollout(found: Findings, tiny: bool, shape: str) -> None:
     nucleus = SamplingParameters(top_p=0.9)
     found.measure("top_p_64", lambda: measured(model, work, rows, nucleus))
     found.measure("varied_256", lambda: measured(model, varied(work, 4), 0))
+
+
+def one_row(found: Findings, tiny: bool, shape: str) -> None:
+    """One row of 128 + 32 tokens, greedy, as figures of others are published."""
+    device = init_process_group()
+    config = config_of(512, 2, 128) if tiny else SHAPES[shape]
+    model = language_model(config, device.type)
+    use_fast_layers(model)
+    lay_flat(model)
+    work = workload("fixed", model.config.vocab_size, 1, 8 if tiny else 1)
+    work = replace(work, answer_lengths=work.answer_lengths // 4)
+    greedy = SamplingParameters(top_k=1)
+    found.measure("ours_1", lambda: measured(model, work, 1, greedy))
+    found.measure("profile", lambda: decode_profile(model, work, 1))
+
+
+def decode_profile(model: PreTrainedModel, work: Workload, rows: int) -> dict[str, Any]:
+    """The kernels of a rollout of an eighth of the tokens, whose prompts count too. The launches
+    per token are what the second half of these tokens adds."""
+    profiles = []
+    lengths = []
+    for divisor in (16, 8):
+        answer_lengths = (work.answer_lengths // divisor).clamp_min(1)
+        short = replace(work, answer_lengths=answer_lengths)
+        graphs = RolloutGraphs()
+        by_us(model, short, rows, recorder=graphs)
+        with KernelProfile() as kernels:
+            by_us(model, short, rows, recorder=graphs)
+        profiles.append(kernels)
+        lengths.append(int(answer_lengths.max()))
+    added = profiles[1].launches.total() - profiles[0].launches.total()
+    launches_per_token = added / max(1, lengths[1] - lengths[0])
+    return {**profiles[1].summary(), "launches_per_token": launches_per_token}
 
 
 def lay_flat(model: PreTrainedModel) -> None:
@@ -156,16 +191,17 @@ def varied(work: Workload, times: int) -> Workload:
 def measured(
     model: PreTrainedModel, work: Workload, rows: int, sampling: SamplingParameters | None = None
 ) -> dict[str, Any]:
-    """A first and a second rollout with `rows` at a time (0: as many as memory allows), and what
-    they captured."""
+    """Three rollouts with `rows` at a time (0: as many as memory allows), and what they captured.
+    The second counts; the third says how far to trust it."""
     graphs, times, captures = RolloutGraphs(), [], [0]
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(2):
+    for _ in range(3):
         times.append(seconds(lambda: by_us(model, work, rows, sampling, graphs)))
         captures.append(graphs.recorder.captures)
     return {
         "tokens_per_s": work.tokens / times[1],
+        "again_tokens_per_s": work.tokens / times[2],
         "seconds": times[1],
         "first_seconds": times[0],
         "captures_first": captures[1],
@@ -178,6 +214,7 @@ def measured(
 
 GIB = 2**30
 STEPS = 3  # the first one captures, compiles and allocates
+WITHOUT = 2  # further ones without Triton's kernels
 LARGE = 100 * GIB  # of a device that four models of 1.5 B weights fit into
 
 
@@ -190,13 +227,15 @@ class Setting:
     flags: list[str]
 
     @classmethod
-    def of(cls, algorithm: str, tiny: bool, memory: int) -> Setting:
+    def of(cls, algorithm: str, tiny: bool, memory: int, shape: str, tokens: int) -> Setting:
         """PPO: 64 prompts x 512 + 512 tokens; models of 0.5 B weights on a device of less than
-        `LARGE` bytes. GRPO: 16 prompts of 384 tokens x 8 answers of 64."""
-        shape = "qwen2-0.5b" if algorithm == "ppo" and memory < LARGE else "qwen2-1.5b"
+        `LARGE` bytes. GRPO: 16 prompts of 384 tokens x 8 answers of 64. `tokens` of a
+        micro-batch."""
+        if algorithm == "ppo" and memory < LARGE:
+            shape = "qwen2-0.5b"
         model, shrink = (config_of(320, 2, 128), 16) if tiny else (SHAPES[shape], 1)
         name, prompts, flags = ("long", 64, []) if algorithm == "ppo" else ("group", 16, GRPO)
-        budget = ["--micro_batch_tokens", str(8192 // shrink)]
+        budget = ["--micro_batch_tokens", str(tokens // shrink)]
         return cls(
             model,
             workload(name, model.vocab_size, max(2, prompts // shrink), shrink),
@@ -271,16 +310,20 @@ def memory() -> dict[str, float]:
     }
 
 
-def steps(found: Findings, tiny: bool, algorithm: str) -> None:
-    """Some steps on random models; the last one counts."""
+def steps(
+    found: Findings, tiny: bool, algorithm: str, shape: str = "qwen2-1.5b", tokens: str = "8192"
+) -> None:
+    """Some steps on random models, of which the last one counts; one with a profile; and some
+    without Triton's kernels, whose rollouts still run the recorded ones."""
     device = init_process_group()
-    setting = Setting.of(algorithm, tiny, memory_of(device))
+    setting = Setting.of(algorithm, tiny, memory_of(device), shape, int(tokens))
     folder, work = Path.cwd() / algorithm, setting.work
     save_models(folder, setting.model, device.type, reward=algorithm == "ppo")
     count, longest = work.prompts.prompt_ids.shape
     ppo = make_ppo(
         folder, count, work.samples, (longest, int(work.answer_lengths.max())), setting.flags
     )
+    planned = found.measure("planned_update_gib", lambda: planned_update(ppo, device))
     shutil.rmtree(folder)  # gigabytes
     counter, rate = PassCounter(ppo), peak_rate(device, tiny)
     held = torch.cuda.memory_allocated() / GIB if torch.cuda.is_available() else None
@@ -295,127 +338,72 @@ def steps(found: Findings, tiny: bool, algorithm: str) -> None:
         },
     )
     for step in range(1, STEPS + 1):
-        captured = ppo.collection.sampler.recorder.recorder.captures
-        counter.tokens.clear()
-        ppo.clock.take()
-        ppo_step(ppo, work, step)
-        captured = ppo.collection.sampler.recorder.recorder.captures - captured
-        phases, _, peaks = ppo.clock.take()
-        numbers = {
-            "seconds": phases,
-            "samples_per_s": len(work.answer_lengths) / sum(phases.values()),
-        }
-        numbers |= {"peak_gib": peaks, "captures": captured, **memory()}
-        numbers["rollout_tokens_per_s"] = work.tokens / phases["rollout"]
-        numbers["tokens_run"] = {
-            f"{phase}/{role}": tokens for (phase, role, _), tokens in sorted(counter.tokens.items())
-        }
-        for phase in ("score", "train"):
-            numbers[f"{phase}_mfu"] = (
-                counter.flops(phase, work) / phases.get(phase, math.inf) / rate
-            )
+        numbers = timed_step(ppo, work, step, counter, rate)
+        if planned:
+            numbers["update_peak_to_plan"] = numbers["peak_gib"]["train"] / planned
         found.add("last_step" if step == STEPS else f"step_{step}", numbers)
+    found.measure("profile", lambda: profiled_step(ppo, work, STEPS + 1, counter))
+    with without_kernels():
+        for step in range(STEPS + 2, STEPS + 2 + WITHOUT):
+            found.add("without_kernels", timed_step(ppo, work, step, counter, rate))
 
 
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-
-
-def small_config(tiny: bool) -> PretrainedConfig:
-    """Two layers of the width of Qwen2 0.5B: how often the host waits does not depend on the number
-    of layers."""
-    if tiny:
-        return config_of(320, 2, 128)
-    return Qwen2Config(
-        vocab_size=32000,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=2,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        num_labels=1,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
+def planned_update(ppo: PPOComponents, device: torch.device) -> float:
+    """GiB of tensors at the peak of an update, as the planner computes them. The models' folders
+    must exist."""
+    plan = plan_step(
+        ppo.config, read_model_configs(ppo.config), 1, memory_of(device), host_memory()
     )
+    updates = [phase for phase in plan.phases if phase.name.endswith("update")]
+    return max(phase.total(on_host=False) for phase in updates) / GIB
 
 
-def waits(found: Findings, tiny: bool) -> None:
-    """A rollout after the one that captures, and a PPO step after the first one."""
-    device, config = init_process_group(), small_config(tiny)
-    found.measure("rollout", lambda: of_rollout(config, device, tiny))
-    found.measure("step", lambda: of_step(config, device, tiny))
-
-
-def of_rollout(config: PretrainedConfig, device: torch.device, tiny: bool) -> dict[str, Any]:
-    """Waits in rollouts of 64 rows of equal length, by the profiler: those per token are what the
-    second half of the tokens adds."""
-    model, rows = language_model(config, device.type), 4 if tiny else 64
-    use_fast_layers(model)
-    work, on_gpu, counts = (
-        workload("fixed", config.vocab_size, rows, 8 if tiny else 1),
-        device.type == "cuda",
-        [],
-    )
-    for lengths in (work.answer_lengths // 2, work.answer_lengths):
-        graphs, part = RolloutGraphs(), replace(work, answer_lengths=lengths)
-        by_us(model, part, rows, recorder=graphs)
-        captured = graphs.recorder.captures
-        with profile(
-            activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
-        ) as profiler:
-            by_us(model, part, rows, recorder=graphs)
-        events = profiler.key_averages()
-        counts.append({event.key: event.count for event in events if event.key in WAITS})
-    kernels = sum(
-        event.count for event in events if event.device_type != torch.autograd.DeviceType.CPU
-    )
-    tokens = int(work.answer_lengths.max())
-    return {
-        "per_token": (sum(counts[1].values()) - sum(counts[0].values())) / (tokens // 2),
-        "tokens": tokens,
-        "counts": counts[1],
-        "captures": graphs.recorder.captures - captured,
-        "kernels_per_token": kernels / tokens if on_gpu else None,
-    }
-
-
-def of_step(config: PretrainedConfig, device: torch.device, tiny: bool) -> dict[str, Any]:
-    """Waits in the scoring and the updates of a PPO step, by phase and by line, per micro-batch of
-    a model."""
-    folder, rows = Path.cwd() / "waits", 4 if tiny else 64
-    save_models(folder, config, device.type)
-    work = workload("fixed", config.vocab_size, rows, 8 if tiny else 1)
-    prompt, answer = work.prompts.prompt_ids.shape[1], int(work.answer_lengths.max())
-    budget = ["--micro_batch_tokens", (prompt + answer) * rows // 4]
-    ppo = make_ppo(folder, rows, 1, (prompt, answer), budget)
-    ppo_step(ppo, work, 1)
-    passes, lines = PassCounter(ppo).passes, Counter[tuple[str, str]]()
-    with seen_by_torch(lines) if device.type == "cuda" else nullcontext():
-        ppo_step(ppo, work, 2)
-    found: dict[str, Any] = {
-        "where": {f"{phase} {line}": count for (phase, line), count in lines.most_common(25)}
+def timed_step(
+    ppo: PPOComponents, work: Workload, step: int, counter: PassCounter, rate: float
+) -> dict[str, Any]:
+    """Seconds, memory and use of the arithmetic of one PPO step; `rate`: FLOP/s of the device."""
+    recorder = ppo.collection.sampler.recorder.recorder
+    captured = recorder.captures
+    counter.tokens.clear()
+    ppo.clock.take()
+    ppo_step(ppo, work, step)
+    phases, _, peaks = ppo.clock.take()
+    measured_step: dict[str, Any] = {
+        "seconds": phases,
+        "samples_per_s": len(work.answer_lengths) / sum(phases.values()),
+        "peak_gib": peaks,
+        "captures": recorder.captures - captured,
+        **memory(),
+        "rollout_tokens_per_s": work.tokens / phases["rollout"],
+        "tokens_run": {
+            f"{phase}/{role}": tokens for (phase, role, _), tokens in sorted(counter.tokens.items())
+        },
     }
     for phase in ("score", "train"):
-        count = sum(count for (name, _), count in lines.items() if name == phase)
-        found |= {f"{phase}_waits": count, f"{phase}_passes": passes[phase]}
-        found[f"{phase}_per_micro_batch"] = count / max(1, passes[phase])
-    return found
+        useful = counter.flops(phase, work)
+        measured_step[f"{phase}_mfu"] = useful / phases.get(phase, math.inf) / rate
+    return measured_step
 
 
-@contextmanager
-def seen_by_torch(lines: Counter[tuple[str, str]]) -> Iterator[None]:
-    """Count (phase, line) of each wait that PyTorch warns of."""
+def profiled_step(
+    ppo: PPOComponents, work: Workload, step: int, counter: PassCounter
+) -> dict[str, Any]:
+    """The kernels of the scoring and of the update of a PPO step, and how many each pass of a model
+    launches."""
+    scoring, updates = KernelProfile(), KernelProfile()
+    passes = ppo.collection.passes
 
-    def count(message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
-        if "synchroniz" in str(message):
-            lines[current_phase(), f"{Path(filename).name}:{lineno}"] += 1
+    def profiled(*arguments: Any) -> Any:
+        with scoring:
+            return passes(*arguments)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = count
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    counter.passes.clear()
+    ppo.collection.passes = profiled  # type: ignore[assignment]
+    try:
+        ppo_step(ppo, work, step, updates)
+    finally:
+        ppo.collection.passes = passes
+    return {
+        "score": scoring.summary({"pass": counter.passes["score"]}),
+        "train": updates.summary({"pass": counter.passes["train"]}),
+    }
