@@ -1,6 +1,6 @@
-"""Norms, rotations and gated products of layers as one kernel each, in Triton, which PyTorch's
-builds for GPUs bring along: half precision, without gradients, contiguous unless a docstring says
-more.
+"""Norms, rotations and gated products of layers, and the scores of a head's logits, as one kernel
+each, in Triton, which PyTorch's builds for GPUs bring along: half precision, without gradients,
+contiguous unless a docstring says more.
 
 PyTorch launches a kernel for each operation of a layer, and each reads and writes its numbers in
 memory. Results are rounded where these operations round them, so the bits are theirs, but for the
@@ -17,6 +17,9 @@ from torch import Tensor
 _PROGRAMS = 512  # that share the sums of a norm's weight gradient
 _NUMBERS = 2048  # that such a program holds at a time: several rows where these are short
 _COLUMNS = 1024  # of one program of a gated product
+_LOGITS = tl.constexpr(2048)  # that a program of a head holds at a time
+# below the largest logit: less has probability 0, and 0 x -inf would be NaN
+_LOWEST = tl.constexpr(-1e4)
 
 
 def _warps(block: int) -> int:
@@ -70,8 +73,7 @@ def _norm_backward_kernel(  # noqa: PLR0913
     columns = tl.arange(0, BLOCK)[None, :]
     w = tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)
     sums = tl.zeros((ROWS, BLOCK), tl.float32)
-    step = 0
-    while step < steps:  # Triton's interpreter has no `range` of an argument
+    for step in range(steps):
         row = (program * steps + step) * ROWS + tl.arange(0, ROWS)[:, None]
         inside = (columns < width) & (row < rows)
         at = row * width + columns
@@ -82,7 +84,6 @@ def _norm_backward_kernel(  # noqa: PLR0913
         sums += g * n
         of_x = r * (w * g - n * (tl.sum(n * w * g, axis=1, keep_dims=True) / width))
         tl.store(of_states + at, of_x.to(of_states.dtype.element_ty), mask=inside)
-        step += 1
     total = tl.sum(sums, axis=0)[None, :]
     tl.store(of_weight + program * width + columns, total, mask=columns < width)
 
@@ -264,3 +265,77 @@ def swiglu_backward(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor,
         gate, up, gradient, of_gate, of_up, gate.numel(), _COLUMNS
     )
     return of_gate, of_up
+
+
+@triton.jit
+def _scores_kernel(logits, tokens, sums, first, width, factor):
+    rows = tl.num_programs(0)
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.load(sums + row)
+    total = tl.load(sums + rows + row)
+    weighted = tl.load(sums + 2 * rows + row)
+    for start in range(0, width, _LOGITS):
+        columns = start + tl.arange(0, _LOGITS)
+        inside = columns < width
+        z = tl.load(logits + row * width + columns, mask=inside, other=-float("inf")) * factor
+        before = largest
+        largest = tl.maximum(before, tl.max(z, axis=0))
+        z -= largest
+        z = tl.where(z < _LOWEST, _LOWEST, z)  # not a maximum: NaN stays NaN
+        power = tl.exp(z)
+        shrink = tl.exp(before - largest)
+        weighted = (weighted + (before - largest) * total) * shrink + tl.sum(power * z, axis=0)
+        total = total * shrink + tl.sum(power, axis=0)
+    tl.store(sums + row, largest)
+    tl.store(sums + rows + row, total)
+    tl.store(sums + 2 * rows + row, weighted)
+    token = tl.load(tokens + row) - first
+    if (token >= 0) & (token < width):
+        tl.store(sums + 3 * rows + row, tl.load(logits + row * width + token) * factor)
+
+
+def add_scores_(logits: Tensor, tokens: Tensor, sums: Tensor, first: int, factor: float) -> None:
+    """Add a block of logits (N, columns) fp32 to the `sums` (4, N) fp32. With z the logits so far,
+    times `factor`, these are the largest, z*; the sum of exp(z - z*); that of exp(z - z*) (z - z*);
+    and the z of each of the `tokens` (N,) int64, once its block has come. Column 0 is that of token
+    `first`. (Milakov and Gimelshein 2018, algorithm 3)"""
+    rows, width = logits.shape
+    assert logits.is_contiguous() and sums.is_contiguous() and sums.shape == (4, rows)
+    _scores_kernel[(rows,)](logits, tokens, sums, first, width, factor, num_warps=8)
+
+
+@triton.jit
+def _scores_backward_kernel(logits, tokens, terms, gradient, first, width, factor):
+    rows = tl.num_programs(0)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * _LOGITS + tl.arange(0, _LOGITS)
+    inside = columns < width
+    log_total = tl.load(terms + row)
+    entropy = tl.load(terms + rows + row)
+    of_logprob = tl.load(terms + 2 * rows + row)
+    of_entropy = tl.load(terms + 3 * rows + row)
+    token = tl.load(tokens + row) - first
+    z = tl.load(logits + row * width + columns, mask=inside, other=0.0) * factor
+    logprob = z - log_total
+    logprob = tl.where(logprob < _LOWEST, _LOWEST, logprob)
+    slope = of_logprob + of_entropy * (logprob + entropy)
+    of_z = tl.where(columns == token, of_logprob, 0.0) - tl.exp(logprob) * slope
+    of_logits = (of_z * factor).to(gradient.dtype.element_ty)
+    tl.store(gradient + row * width + columns, of_logits, mask=inside)
+
+
+def scores_backward(
+    logits: Tensor, tokens: Tensor, terms: Tensor, first: int, factor: float, dtype: torch.dtype
+) -> Tensor:
+    """The gradient of a block of logits (N, columns) fp32, in `dtype`. `terms` (4, N) fp32: the log
+    of the sum of the exponentials of all logits, times `factor`, of a row; their entropy; and the
+    gradients of the log-prob of its token and of the entropy. With z = factor x logits, d logprob /
+    dz = onehot - p, and d entropy / dz = -p (log p + entropy). `first`: as in `add_scores_`."""
+    rows, width = logits.shape
+    assert logits.is_contiguous() and terms.is_contiguous() and terms.shape == (4, rows)
+    gradient = torch.empty_like(logits, dtype=dtype)
+    grid = rows, triton.cdiv(width, _LOGITS.value)
+    _scores_backward_kernel[grid](
+        logits, tokens, terms, gradient, first, width, factor, num_warps=8
+    )
+    return gradient

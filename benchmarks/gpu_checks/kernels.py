@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers.models.llama.modeling_llama import rotate_half
 
 from dschat_ppo.models.fast_layers import kernels_for
+from dschat_ppo.models.head_kernels import head_kernels_for
 from dschat_ppo.run.process_group import init_process_group
 from gpu_checks.parts import Findings
 
@@ -60,6 +61,47 @@ def plain_rotation(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return heads * cos.unsqueeze(1) + rotate_half(heads) * sin.unsqueeze(1)
 
 
+def plain_scores(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs of tokens, and entropies."""
+    logprobs = torch.log_softmax(logits, dim=1)
+    chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    return chosen, -(logprobs.exp() * logprobs).sum(dim=1)
+
+
+def cases_of_head(device: torch.device, tokens: int) -> Iterator[KernelCase]:
+    """A block of logits of so many tokens, and its gradients."""
+    logits = torch.randn(tokens, 8192, device=device)
+    drawn = torch.randint(0, 8192, (tokens,), device=device)
+    ours = head_kernels_for(logits)
+    if ours is None:
+        return
+
+    def scores(logits: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+        sums = torch.zeros(4, tokens, device=device)
+        sums[0] = torch.finfo(torch.float32).min / 2
+        ours.add_scores_(logits, drawn, sums, 0, 1.0)
+        largest, total, weighted, chosen = sums
+        return chosen - largest - total.log(), total.log() - weighted / total
+
+    yield KernelCase(f"scores {tokens} x 8192", (logits, drawn), scores, plain_scores)
+    log_total = logits.logsumexp(dim=1)
+    entropy = plain_scores(logits, drawn)[1]
+    of_logprob = torch.randn(tokens, device=device)
+    terms = torch.stack([log_total, entropy, of_logprob, torch.zeros_like(of_logprob)])
+
+    def gradient(logits: Tensor, drawn: Tensor, of_logprob: Tensor) -> Tensor:
+        leaf = logits.detach().requires_grad_()
+        [result] = torch.autograd.grad(plain_scores(leaf, drawn)[0], leaf, of_logprob)
+        return result
+
+    yield KernelCase(
+        f"gradients of scores {tokens} x 8192",
+        (logits, drawn, of_logprob),
+        lambda *_: ours.scores_backward(logits, drawn, terms, 0, 1.0, torch.bfloat16),
+        gradient,
+    )
+
+
 def cases(device: torch.device, tiny: bool) -> Iterator[KernelCase]:
     """Kernels and sizes: 8,192 tokens of a model of 1.5 B weights, and heads of Qwen3."""
     tokens = 16 if tiny else 8192
@@ -68,6 +110,7 @@ def cases(device: torch.device, tiny: bool) -> Iterator[KernelCase]:
         drawn = torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device)
         return drawn.bfloat16()
 
+    yield from cases_of_head(device, tokens)
     ours = kernels_for(random(1, 64))
     if ours is None:
         return
@@ -107,7 +150,10 @@ def cases(device: torch.device, tiny: bool) -> Iterator[KernelCase]:
 def error_of(case: KernelCase) -> float:
     """The largest relative difference, in the Euclidean norm, of a result from the same in fp64."""
     results = case.ours(*case.inputs)
-    expected = case.plain(*(tensor.double() for tensor in case.inputs))
+    exact_inputs = []
+    for tensor in case.inputs:
+        exact_inputs.append(tensor.double() if tensor.is_floating_point() else tensor)
+    expected = case.plain(*exact_inputs)
     if isinstance(results, Tensor):
         results, expected = (results,), (expected,)
     errors = [

@@ -15,7 +15,7 @@ from measure import wait
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from dschat_ppo.models import fast_layers
+from dschat_ppo.models import fast_layers, head_kernels
 
 # a group of kernels, and what its names contain; the first that fits counts
 KERNEL_GROUPS = {
@@ -110,11 +110,14 @@ class KernelProfile:
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """In the block, layers run without Triton's kernels, as where their comparison fails. What is
+    """In the block, models run without Triton's kernels, as where their comparison fails. What is
     recorded in CUDA graphs before runs as it was recorded."""
-    original = fast_layers._triton_kernels
-    fast_layers._triton_kernels = lambda *_: None
+    choices = [(fast_layers, "_triton_kernels"), (head_kernels, "_triton_head_kernels")]
+    originals = [getattr(module, name) for module, name in choices]
+    for module, name in choices:
+        setattr(module, name, lambda *_: None)
     try:
         yield
     finally:
-        fast_layers._triton_kernels = original
+        for (module, name), original in zip(choices, originals, strict=True):
+            setattr(module, name, original)

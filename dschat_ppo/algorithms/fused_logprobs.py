@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -117,6 +117,7 @@ def fused_token_scores(
     entropy_grad: bool = False,
     block_bytes: int | None = None,
     forbidden: Forbidden | None = None,
+    kernels: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs` and `token_entropy` of the logits of a language model's `layer`, whose
     weight must be whole.
@@ -128,6 +129,8 @@ def fused_token_scores(
             or in the backward pass of a soft cap five. None: by device.
         forbidden: positions (N,) bool at which some tokens cannot be drawn, and their ids; the
             distribution is over the other tokens there.
+        kernels: the module `gpu_kernels`, whose functions for a block of logits take the place of
+            PyTorch's operations; None: these.
 
     Returns:
         (logprobs, entropy), each (N,) fp32, or fp64 if `layer.hidden` is. The first has a gradient
@@ -144,6 +147,7 @@ def fused_token_scores(
         forbidden,
         entropy_grad,
         block_bytes,
+        kernels,
     )
     return scores
 
@@ -161,6 +165,7 @@ class _FusedTokenScores(torch.autograd.Function):
         forbidden: Forbidden | None,
         entropy_grad: bool,
         block_bytes: int | None,
+        kernels: Any,
     ) -> tuple[Tensor, Tensor]:
         layer = OutputLayer(hidden, weight, bias, head)
         blocks = LogitBlocks.of_forward_pass(hidden, weight.shape[0], block_bytes)
@@ -169,9 +174,12 @@ class _FusedTokenScores(torch.autograd.Function):
         log_total = torch.empty_like(logprobs)
         entropy = torch.empty_like(logprobs)
         for piece in blocks.pieces:
-            logprobs[piece], log_total[piece], entropy[piece] = _scores_of_piece(
-                layer, tokens, piece, blocks.vocabulary, temperature, forbidden
-            )
+            arguments = (layer, tokens, piece, blocks.vocabulary, temperature, forbidden)
+            if kernels is not None:
+                scores = _scores_by_kernels(kernels, *arguments)
+            else:
+                scores = _scores_of_piece(*arguments)
+            logprobs[piece], log_total[piece], entropy[piece] = scores
         # Save the weight itself, as nn.Linear does: ZeRO-3 gathers it again before the backward
         # pass.
         ctx.save_for_backward(hidden, weight, bias, tokens, log_total, entropy)
@@ -180,6 +188,7 @@ class _FusedTokenScores(torch.autograd.Function):
         ctx.forbidden = forbidden
         ctx.entropy_grad = entropy_grad
         ctx.blocks = LogitBlocks.of(hidden, weight.shape[0], block_bytes)
+        ctx.kernels = kernels
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -191,6 +200,24 @@ class _FusedTokenScores(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, tokens, log_total, entropy = ctx.saved_tensors
         layer = OutputLayer(hidden, weight, bias, ctx.head)
+        if not ctx.entropy_grad:
+            grad_entropy = torch.zeros_like(grad_logprobs)
+        terms = torch.stack([log_total, entropy, grad_logprobs, grad_entropy])  # (4, N)
+
+        def gradient_by_kernels(block: slice, piece: slice) -> Tensor:
+            """`block_gradient` by a kernel, in the dtype of `hidden` where nothing follows."""
+            logits, tanh, factor = _block_for_kernels(
+                layer, block, piece, ctx.temperature, ctx.forbidden
+            )
+            dtype = torch.float32
+            if tanh is None and bias is None:
+                dtype = hidden.dtype
+            grad: Tensor = ctx.kernels.scores_backward(
+                logits, tokens[piece], terms[:, piece].contiguous(), block.start, factor, dtype
+            )
+            if tanh is None:
+                return grad
+            return of_product_(grad, tanh, ctx.head, ctx.temperature)
 
         def block_gradient(block: slice, piece: slice) -> Tensor:
             """Gradient of a block of the matrix product for a piece of the rows, (rows, columns)
@@ -210,10 +237,13 @@ class _FusedTokenScores(torch.autograd.Function):
             grad.scatter_add_(1, column, torch.where(inside, of_logprob, 0))
             return of_product_(grad, tanh, ctx.head, ctx.temperature)
 
+        function = block_gradient
+        if ctx.kernels is not None:
+            function = gradient_by_kernels
         gradients = output_layer_gradients(
-            layer, ctx.blocks, ctx.needs_input_grad, block_gradient, grad_logprobs.dtype
+            layer, ctx.blocks, ctx.needs_input_grad, function, grad_logprobs.dtype
         )
-        return *gradients, *[None] * 6
+        return *gradients, *[None] * 7
 
 
 def _scores_of_piece(
@@ -232,7 +262,6 @@ def _scores_of_piece(
     and of exp(z - z_b) (z - z_b) are computed block by block."""
     tokens = tokens[piece].unsqueeze(1)  # (rows, 1)
     infinite = _may_be_infinite(layer)
-    by_softmax = has_fused_softmax(layer.hidden.device) and not infinite
     dtype = sum_dtype(layer.hidden)
     chosen = torch.zeros(len(tokens), dtype=dtype, device=layer.hidden.device)
     # of each block, (rows,): z_b, and the sums of exp(z - z_b) and of exp(z - z_b) (z - z_b)
@@ -243,17 +272,14 @@ def _scores_of_piece(
         logits, _ = block_logits(layer, block, piece, temperature, forbidden)
         column, inside = in_block(tokens, block.start, logits.shape[1])  # (rows, 1) each
         chosen += torch.where(inside, logits.gather(1, column), 0).squeeze(1)
-        if by_softmax:
-            largest, total, weighted = _sums_by_softmax(logits)
-        else:
-            largest = largest_logit(logits)
-            logits.sub_(largest.unsqueeze(1))
-            if infinite:
-                logits.clamp_(min=LOWEST)
-            powers = torch.exp(logits)
-            total = powers.sum(dim=1)
-            weighted = torch.linalg.vecdot(powers, logits)
-            del powers
+        largest = largest_logit(logits)
+        logits.sub_(largest.unsqueeze(1))
+        if infinite:
+            logits.clamp_(min=LOWEST)
+        powers = torch.exp(logits)
+        total = powers.sum(dim=1)
+        weighted = torch.linalg.vecdot(powers, logits)
+        del powers
         del logits  # before the next block is made
         block_largest.append(largest)
         block_totals.append(total)
@@ -264,6 +290,28 @@ def _scores_of_piece(
     weighted = torch.stack(block_weighted, dim=1)
     weighted = weighted + (largest_of_blocks - largest.unsqueeze(1)) * totals
     weighted = (weighted * shrink).sum(dim=1)
+    log_total = total.log()
+    return chosen - largest - log_total, largest + log_total, log_total - weighted / total
+
+
+def _scores_by_kernels(
+    kernels: Any,
+    layer: OutputLayer,
+    tokens: Tensor,
+    piece: slice,
+    vocabulary: list[slice],
+    temperature: float,
+    forbidden: Forbidden | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_scores_of_piece` by one of the `kernels` for each block, in fp32."""
+    tokens = tokens[piece]
+    sums = torch.zeros(4, len(tokens), device=tokens.device)
+    largest, total, weighted, chosen = sums
+    largest.fill_(torch.finfo(torch.float32).min / 2)
+    for block in vocabulary:
+        logits, _, factor = _block_for_kernels(layer, block, piece, temperature, forbidden)
+        kernels.add_scores_(logits, tokens, sums, block.start, factor)
+        del logits  # before the next block is made
     log_total = total.log()
     return chosen - largest - log_total, largest + log_total, log_total - weighted / total
 
@@ -324,24 +372,6 @@ def output_layer_gradients(
     return grad_hidden.to(hidden.dtype), grad_weight, grad_bias
 
 
-def _sums_by_softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The block's largest logit z_b, and its sums of exp(z - z_b) and exp(z - z_b) (z - z_b),
-    (rows,) each, in fewer passes over the block: a GPU computes the softmax p = exp(z - z_b) / S in
-    one. S is 1 / max p, and the sum of exp(z - z_b) (z - z_b) is S (sum of p z - z_b)."""
-    shares = torch.softmax(logits, dim=1)
-    top, column = shares.max(dim=1)  # (rows,) each
-    largest = logits.gather(1, column.unsqueeze(1)).squeeze(1)
-    mean = torch.linalg.vecdot(shares, logits)
-    total = 1 / top
-    return largest, total, total * (mean - largest)
-
-
-def has_fused_softmax(device: torch.device) -> bool:
-    """Whether the softmax of a block is one pass over it; on a CPU the passes cost little, a block
-    is in its cache."""
-    return device.type == "cuda"
-
-
 def sum_dtype(hidden: Tensor) -> torch.dtype:
     """The dtype of sums over the vocabulary."""
     if hidden.dtype == torch.float64:
@@ -381,6 +411,23 @@ def block_logits(
         positions, ids = forbidden
         forbid_(logits, (positions[piece], ids), block.start)
     return logits, tanh
+
+
+def _block_for_kernels(
+    layer: OutputLayer,
+    block: slice,
+    piece: slice,
+    temperature: float,
+    forbidden: Forbidden | None,
+) -> tuple[Tensor, Tensor | None, float]:
+    """`block_logits`, and a factor that a kernel multiplies the logits by, so that they are read
+    once less."""
+    if layer.head.softcap is not None:
+        logits, tanh = block_logits(layer, block, piece, temperature, forbidden)
+        return logits, tanh, 1.0
+    unscaled = replace(layer, head=PLAIN_HEAD)
+    logits, _ = block_logits(unscaled, block, piece, 1.0, forbidden)
+    return logits, None, layer.head.scale / temperature
 
 
 def forbid_(logits: Tensor, forbidden: Forbidden | None, first: int = 0) -> None:

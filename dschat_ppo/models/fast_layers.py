@@ -48,6 +48,7 @@ _log = logging.getLogger(__name__)
 # of rows that a comparison of the kernels has; those of an MLP may be wider than any norm
 WIDEST_NORM = 16384
 LARGEST_HEAD = 256
+FP32_TOLERANCE = 2.0**-17  # relative difference of sums in fp32
 
 # under the names that `gpu_kernels` gives its own
 CPU_KERNELS = SimpleNamespace(
@@ -78,21 +79,33 @@ def _triton_kernels(device: torch.device, dtype: torch.dtype, width: int) -> Any
     """Triton's kernels, if they compute what PyTorch's operations compute on this GPU with rows of
     `width` numbers, as the model's are: how many threads share the sums of a row depends on it.
     Else None, with a warning."""
+    return compared_kernels(
+        f"rows of {width}",
+        lambda kernels: kernel_outputs(kernels, device, dtype, width),
+        "layers are slower",
+    )
+
+
+def compared_kernels(
+    what: str,
+    outputs_of: Callable[[Any], Iterator[tuple[str, Tensor, Tensor]]],
+    consequence: str,
+) -> Any:
+    """The module `gpu_kernels`, if each output of `outputs_of` it, (name, output, expected), is as
+    expected; else None, with a warning that they cannot be used for `what`."""
     # the saved tensors of a comparison are not those of a checkpoint around it
     kept = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
     with attempt() as tried, kept:
         from dschat_ppo import gpu_kernels  # builds of PyTorch for CPUs have no Triton
 
-        for name, output, expected in kernel_outputs(gpu_kernels, device, dtype, width):
+        for name, output, expected in outputs_of(gpu_kernels):
             expected = expected.detach()
             difference = float((output.double() - expected).norm() / expected.norm())
-            if not difference <= torch.finfo(dtype).eps:
+            if not difference <= max(torch.finfo(output.dtype).eps, FP32_TOLERANCE):
                 raise ArithmeticError(f"{name} is off by {difference:.2g}")
     reason = unfit(tried)
     if reason:
-        _log.warning(
-            f"Triton's kernels cannot be used for rows of {width}: {reason}; layers are slower"
-        )
+        _log.warning(f"Triton's kernels cannot be used for {what}: {reason}; {consequence}")
         return None
     return gpu_kernels
 

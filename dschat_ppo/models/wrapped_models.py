@@ -37,6 +37,7 @@ from dschat_ppo.models.backbone import (
     unwrap,
 )
 from dschat_ppo.models.fast_layers import use_fast_layers
+from dschat_ppo.models.head_kernels import head_kernels_for
 from dschat_ppo.models.packing import CHECKPOINTING, padded_rows, token_states
 from dschat_ppo.models.pass_observers import observer_arguments, show_pass
 from dschat_ppo.models.pass_rows import PassRows, lengths_read
@@ -244,7 +245,12 @@ class PolicyModel(WrappedModel):
             """The outputs of `head_scores`, while the weight of the head is whole."""
             layer = OutputLayer(hidden, head.weight, head.bias, self._head)
             logprobs, entropy = fused_token_scores(
-                layer, tokens, temperature, entropy_grad, forbidden=forbidden
+                layer,
+                tokens,
+                temperature,
+                entropy_grad,
+                forbidden=forbidden,
+                kernels=head_kernels_for(hidden),
             )
             divergences = [
                 _divergence(layer, temperature, forbidden, teaching) for teaching in teachings

@@ -16,8 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.llama import modeling_llama as llama
 
 import dschat_ppo
-from dschat_ppo.models import fast_layers
+from dschat_ppo.algorithms import fused_logprobs
+from dschat_ppo.algorithms.fused_logprobs import Head, OutputLayer, fused_token_scores
+from dschat_ppo.models import fast_layers, head_kernels
 from dschat_ppo.models.fast_layers import FastRotary, kernel_outputs, kernels_for, use_fast_layers
+from dschat_ppo.models.head_kernels import head_outputs
 from dschat_ppo.rollout import fused_layers
 
 pytest.importorskip("triton", reason="tests/run.sh runs these tests with it")
@@ -28,9 +31,20 @@ CPU = torch.device("cpu")
 def kernels():
     """They take tensors of the CPU. The interpreter does not round to bfloat16 as a GPU does, but
     to half precision."""
+    from triton.runtime import interpreter
+
     from dschat_ppo import gpu_kernels
 
-    return gpu_kernels
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def with_index(tensor, scope):
+        """Triton's own, `int` of an array, is an error with NumPy 2.4: it is for `range`."""
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang_tensor", with_index)
+        yield gpu_kernels
 
 
 # heads, hidden states and an MLP of Qwen2 0.5B to 14B: one to sixteen groups of threads for a row
@@ -97,20 +111,23 @@ from triton.compiler import ASTSource, compile
 
 from dschat_ppo import gpu_kernels
 
-KINDS = {"p": "*bf16", "f": "*fp32", "i": "i32", "x": "fp32"}
+KINDS = {"p": "*bf16", "f": "*fp32", "i": "i32", "x": "fp32", "l": "*i64"}
 SIGNATURES = {  # types of the arguments, and sizes that are known when a kernel is compiled
     "_norm_kernel": ("p p p i x", [1024]),
     "_norm_backward_kernel": ("p p p p f i i i x", [16, 128]),
     "_rotation_kernel": ("p p p p i i i i i", [True, 16, 32]), "_gated_kernel": ("p p p i i",
     [1024]),
     "_gated_backward_kernel": ("p p p p p i", [1024]),
+    "_scores_kernel": ("f l f i i x", []),
+    "_scores_backward_kernel": ("f l f p i i x", []),
 }
 kernels = {name for name, value in vars(gpu_kernels).items() if hasattr(value, "arg_names")}
 assert kernels == set(SIGNATURES)
 for name, (kinds, sizes) in SIGNATURES.items():
     kernel = getattr(gpu_kernels, name)
     types = [KINDS[kind] for kind in kinds.split()] + ["constexpr"] * len(sizes)
-    constants = dict(zip(kernel.arg_names[-len(sizes):], sizes, strict=True))
+    names = kernel.arg_names
+    constants = dict(zip(names[len(names) - len(sizes):], sizes, strict=True))
     source = ASTSource(kernel, dict(zip(kernel.arg_names, types, strict=True)), constants)
     assert compile(source, GPUTarget("cuda", 90, 32)).asm["cubin"]
 print("compiled")
@@ -177,6 +194,120 @@ def test_a_comparison_in_a_checkpoint_saves_nothing_for_it(kernels, monkeypatch)
     checkpoint(layer, states, use_reentrant=False).sum().backward()
     fast_layers._triton_kernels.cache_clear()
     assert states.grad is not None
+
+
+# Of a head
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_kernels_of_a_head_are_as_close_to_fp64_as_fp32_allows(dtype, kernels):
+    for name, output, exact in head_outputs(kernels, CPU, dtype):
+        error = (output.double() - exact.detach()).norm() / exact.detach().norm()
+        assert error < max(torch.finfo(output.dtype).eps, 2e-6), name
+
+
+@pytest.mark.parametrize("vocabulary", [151936, 50257])
+def test_a_vocabulary_of_a_model_in_blocks(vocabulary, kernels):
+    """As a batch of 8,192 rows has it: blocks of 8,192 logits, the last of them short."""
+    logits = 8 * drawn(2, vocabulary).float()
+    tokens = torch.tensor([vocabulary - 1, 8192])
+    sums = torch.zeros(4, 2)
+    sums[0] = torch.finfo(torch.float32).min / 2
+    for start in range(0, vocabulary, 8192):
+        block = logits[:, start : start + 8192].contiguous()
+        kernels.add_scores_(block, tokens, sums, start, 0.9)
+    largest, total, weighted, chosen = sums.double()
+    exact = torch.log_softmax(0.9 * logits.double(), dim=1)
+    torch.testing.assert_close(
+        chosen - largest - total.log(), exact[[0, 1], tokens], rtol=1e-6, atol=2e-6
+    )
+    entropy = -(exact.exp() * exact).sum(dim=1)
+    torch.testing.assert_close(total.log() - weighted / total, entropy, rtol=1e-6, atol=2e-6)
+
+
+OF_HEADS = {
+    "plain": Head(),
+    "scale": Head(scale=0.25),
+    "soft cap": Head(softcap=5.0),
+}
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("head", OF_HEADS.values(), ids=OF_HEADS)
+def test_a_head_with_kernels_gives_the_scores_and_gradients_of_whole_logits(
+    head, has_bias, kernels, monkeypatch
+):
+    """In pieces of the rows and blocks of the vocabulary; some tokens are forbidden in some rows,
+    and a bias of -inf forbids one in all."""
+    monkeypatch.setattr(fused_logprobs, "SMALLEST_BLOCK", 300)
+    hidden, weight = drawn(7, 64).float(), drawn(1000, 64, seed=1).float() / 2
+    bias = None
+    if has_bias:
+        bias = drawn(1000, seed=2).float()
+        bias[77] = -torch.inf
+    tokens = torch.tensor([0, 299, 300, 999, 5, 600, 42])
+    forbidden = torch.arange(7) % 3 == 1, (17, 301)
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
+    scores = fused_token_scores(
+        OutputLayer(hidden, weight, bias, head),
+        tokens,
+        0.8,
+        entropy_grad=True,
+        block_bytes=4 * 300 * 4,
+        forbidden=forbidden,
+        kernels=kernels,
+    )
+    assert len(scores[0].grad_fn.blocks.pieces) == 2
+    exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
+    logits = nn.functional.linear(*exact_leaves) * head.scale
+    if head.softcap:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    for token in forbidden[1]:
+        logits = logits.index_put(
+            (forbidden[0].nonzero().squeeze(1), torch.tensor(token)), torch.tensor(-1e30).double()
+        )
+    log_probs = torch.log_softmax(logits / 0.8, dim=1)
+    finite = log_probs.clamp_min(-1e4)
+    exact = log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1), -(finite.exp() * finite).sum(1)
+    weights = torch.linspace(-1, 2, 14).view(2, 7)
+    found = torch.autograd.grad((torch.stack(scores) * weights).sum(), leaves)
+    expected = torch.autograd.grad((torch.stack(exact) * weights).sum(), exact_leaves)
+    for ours, right in zip((*scores, *found), (*exact, *expected), strict=True):
+        torch.testing.assert_close(ours.double(), right.double(), rtol=1e-4, atol=2e-5)
+
+
+def test_logits_that_are_not_finite_give_scores_that_are_not(kernels):
+    for bad in (torch.nan, torch.inf):
+        logits = drawn(2, 3000).float()
+        logits[0, 2500] = bad
+        sums = torch.zeros(4, 2)
+        sums[0] = torch.finfo(torch.float32).min / 2
+        kernels.add_scores_(logits, torch.zeros(2, dtype=torch.int64), sums, 0, 1.0)
+        assert sums[1, 0].isnan() and sums[2, 0].isnan() and sums[:, 1].isfinite().all()
+        terms = torch.zeros(4, 2)
+        terms[2] = 1.0
+        terms[0, 0] = torch.nan
+        gradient = kernels.scores_backward(
+            logits, torch.zeros(2, dtype=torch.int64), terms, 0, 1.0, torch.float16
+        )
+        assert gradient[0].isnan().all() and gradient[1].isfinite().all()
+
+
+@pytest.mark.parametrize("broken", ["add_scores_", "scores_backward", None])
+def test_kernels_of_a_head_that_compute_something_else_are_not_used(
+    broken, kernels, monkeypatch, caplog
+):
+    functions = {name: getattr(kernels, name) for name in dir(kernels) if not name.startswith("__")}
+    if broken:
+        original = functions[broken]
+        # one block is left out
+        functions[broken] = lambda logits, *rest: original(logits * (logits.shape[1] > 1000), *rest)
+    monkeypatch.setattr(dschat_ppo, "gpu_kernels", SimpleNamespace(**functions), raising=False)
+    monkeypatch.setattr(logging.getLogger("dschat_ppo"), "propagate", True)
+    chosen = head_kernels._triton_head_kernels.__wrapped__(CPU, torch.float16)
+    assert (chosen is None) is (broken is not None)
+    warned = "Triton's kernels cannot be used for the logits of a head" in caplog.text
+    assert warned is (broken is not None)
 
 
 # In layers
