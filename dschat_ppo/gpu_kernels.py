@@ -18,6 +18,9 @@ _PROGRAMS = 512  # that share the sums of a norm's weight gradient
 _NUMBERS = 2048  # that such a program holds at a time: several rows where these are short
 _COLUMNS = 1024  # of one program of a gated product
 _LOGITS = tl.constexpr(2048)  # that a program of a head holds at a time
+_DECODE_NUMBERS = tl.constexpr(4096)  # of keys that a program of a decode step holds at a time
+DECODE_PROGRAMS = 256  # that a decode step should have, two for each processor of a GPU
+_SPLITS = 8  # of the tokens of a row at most
 # below the largest logit: less has probability 0, and 0 x -inf would be NaN
 _LOWEST = tl.constexpr(-1e4)
 
@@ -339,3 +342,148 @@ def scores_backward(
         logits, tokens, terms, gradient, first, width, factor, num_warps=8
     )
     return gradient
+
+
+@triton.jit
+def _tokens_of_row(token_offsets, window):
+    """Where the tokens of a row begin, and its prefix; how many are in that; the number of the new
+    token among all; and the numbers that this program reads, from a first one up to another."""
+    row = tl.program_id(0)
+    rows = tl.num_programs(0)
+    start = tl.load(token_offsets + rows + row)
+    prefix_start = tl.load(token_offsets + 2 * rows + row)
+    prefix = tl.load(token_offsets + 3 * rows + row)
+    last = prefix + tl.load(token_offsets + row)
+    first = tl.maximum(last + 1 - window, 0)
+    size = tl.cdiv(last + 1 - first, tl.num_programs(2))
+    low = first + tl.program_id(2) * size
+    return start, prefix_start, prefix, last, low, tl.minimum(low + size, last + 1)
+
+
+@triton.jit
+def _add_tokens(scores, values, largest, total, sums):
+    """The sums of a softmax with the scores (GROUP, TOKENS) and values of some tokens more."""
+    before = largest
+    largest = tl.maximum(before, tl.max(scores, axis=1))
+    power = tl.exp(scores - largest[:, None])
+    shrink = tl.exp(before - largest)
+    sums = sums * shrink[:, None] + tl.dot(power.to(values.dtype), values)
+    return largest, total * shrink + tl.sum(power, axis=1), sums
+
+
+@triton.jit
+def _decode_kernel(  # noqa: PLR0913
+    query,
+    key,
+    value,
+    keys,
+    values,
+    token_offsets,
+    mixed,
+    log_sums,
+    capacity,
+    group,
+    width,
+    scale,
+    window,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    start, prefix_start, prefix, last, low, high = _tokens_of_row(token_offsets, window)
+    row_head = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    line = tl.program_id(1).to(tl.int64) * capacity  # of the first slot of the head
+    column = tl.arange(0, WIDTH)
+    in_width = column < width
+    new_key = tl.load(key + row_head * width + column, mask=in_width, other=0.0)
+    new_value = tl.load(value + row_head * width + column, mask=in_width, other=0.0)
+    if tl.program_id(2) == 0:  # no program reads this slot
+        new = (line + start + last - prefix) * width + column
+        tl.store(keys + new, new_key, mask=in_width)
+        tl.store(values + new, new_value, mask=in_width)
+    member = tl.arange(0, GROUP)
+    in_group = (member < group)[:, None] & in_width[None, :]
+    heads = (row_head * group + member)[:, None] * width + column[None, :]
+    q = tl.load(query + heads, mask=in_group, other=0.0)
+    largest = tl.full((GROUP,), -1e30, tl.float32)
+    total = tl.zeros((GROUP,), tl.float32)
+    sums = tl.zeros((GROUP, WIDTH), tl.float32)
+    for begin in range(low, high, _DECODE_NUMBERS // WIDTH):
+        token = begin + tl.arange(0, _DECODE_NUMBERS // WIDTH)
+        slot = tl.where(token < prefix, prefix_start + token, start + token - prefix)
+        at = (line + slot)[:, None] * width + column[None, :]
+        is_old = ((token < high) & (token < last))[:, None] & in_width[None, :]
+        is_new = (token == last)[:, None]
+        k = tl.where(is_new, new_key[None, :], tl.load(keys + at, mask=is_old, other=0.0))
+        scores = tl.where((token < high)[None, :], tl.dot(q, tl.trans(k)) * scale, -float("inf"))
+        v = tl.where(is_new, new_value[None, :], tl.load(values + at, mask=is_old, other=0.0))
+        largest, total, sums = _add_tokens(scores, v, largest, total, sums)
+    total = tl.maximum(total, 1e-30)  # without tokens: 0, with a weight of 0
+    row_split = (row_head * tl.num_programs(2) + tl.program_id(2)) * group + member
+    output = row_split[:, None] * width + column[None, :]
+    tl.store(mixed + output, (sums / total[:, None]).to(mixed.dtype.element_ty), mask=in_group)
+    tl.store(log_sums + row_split, largest + tl.log(total), mask=member < group)
+
+
+@triton.jit
+def _merge_kernel(mixed, log_sums, output, group, width, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
+    row_head = tl.program_id(0).to(tl.int64)
+    member = tl.program_id(1)
+    column = tl.arange(0, WIDTH)[None, :]
+    row_split = (row_head * SPLITS + tl.arange(0, SPLITS)) * group + member
+    log_sum = tl.load(log_sums + row_split)
+    share = tl.exp(log_sum - tl.max(log_sum, axis=0))
+    share = share / tl.sum(share, axis=0)
+    mixes = tl.load(mixed + row_split[:, None] * width + column, mask=column < width, other=0.0)
+    result = tl.sum(mixes * share[:, None], axis=0)[None, :]
+    at = (row_head * group + member) * width + column
+    tl.store(output + at, result.to(output.dtype.element_ty), mask=column < width)
+
+
+def decode_step_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: tuple[Tensor, Tensor],
+    token_offsets: Tensor,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """`cpu_kernels.operations.decode_attention`, which describes the arguments, for heads of at
+    most 256 numbers: (n, heads, d). The tokens of a row are divided among programs if there are few
+    rows; each sums in fp32, and the results are weighted by the sums of their softmax."""
+    rows, heads, _, width = query.shape
+    keys, values = cache
+    kv_heads, capacity = keys.shape[1:3]
+    assert keys.is_contiguous() and values.is_contiguous() and token_offsets.is_contiguous()
+    group = heads // kv_heads
+    splits = 1
+    while splits < _SPLITS and rows * kv_heads * splits < DECODE_PROGRAMS:
+        splits *= 2
+    output = query.new_empty(rows, heads, width)
+    mixed = output
+    if splits > 1:
+        mixed = query.new_empty(rows, kv_heads, splits, group, width, dtype=torch.float32)
+    log_sums = query.new_empty(rows, kv_heads, splits, group, dtype=torch.float32)
+    width_block = max(16, triton.next_power_of_2(width))
+    _decode_kernel[(rows, kv_heads, splits)](
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        keys,
+        values,
+        token_offsets,
+        mixed,
+        log_sums,
+        capacity,
+        group,
+        width,
+        scale,
+        window or 2**30,
+        max(16, triton.next_power_of_2(group)),
+        width_block,
+    )
+    if splits > 1:
+        _merge_kernel[(rows * kv_heads, group)](
+            mixed, log_sums, output, group, width, splits, width_block
+        )
+    return output

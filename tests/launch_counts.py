@@ -9,10 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dschat_ppo.models import fast_layers
 from dschat_ppo.models.wrapped_models import vocabulary_size
-from dschat_ppo.rollout import fused_layers
+from dschat_ppo.rollout import decode_kernels, fused_layers
 from dschat_ppo.rollout.attention import attention_replaced
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching
-from dschat_ppo.rollout.decode_kernels import FlashDecode, flash_segments
 from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
 from dschat_ppo.rollout.kv_cache import KVCache, PrefillMetadata
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
@@ -44,10 +43,30 @@ class Kernels(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class CountedDecode:
+    """`GPUDecode` for tensors without numbers: the kernel, and the one that merges the tokens of
+    rows that it divides."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def supports(self, call):
+        return decode_kernels._is_plain(call)
+
+    def __call__(self, batch, call):
+        def kernel(query, key, value, cache, token_offsets, scale, window):
+            self.counts += Counter(decode_attention=1, merge=1)
+            for tensor in (query, key, value):
+                tensor.contiguous()
+            return query.new_empty(len(query), query.shape[1], query.shape[3])
+
+        return decode_kernels._by_kernel(kernel, batch, call)
+
+
 def step_counts(
-    model: nn.Module, sampling: SamplingParameters, flash: bool, shares: bool = False
+    model: nn.Module, sampling: SamplingParameters, by_kernel: bool, shares: bool = False
 ) -> Counter:
-    """Operations of one static step."""
+    """Operations of one static step, with the attention of a GPU or by products."""
     model, vocabulary = model.to("meta"), vocabulary_size(model)
     prompts = PromptBatch(
         torch.ones(ROWS, 8, dtype=torch.int64), torch.ones(ROWS, 8, dtype=torch.bool)
@@ -61,7 +80,8 @@ def step_counts(
         for name, value in vars(holder).items():
             if isinstance(value, torch.Tensor):
                 setattr(holder, name, value.to("meta"))
-    engine.attention._kernel = FlashDecode(flash_segments) if flash else None
+    decode = CountedDecode()
+    engine.attention._kernel = decode if by_kernel else None
     columns = torch.arange(ROWS, device="meta")
     with attention_replaced(model, engine.attention), torch.no_grad(), fused_layers.fused(model):
         engine.attention.metadata = PrefillMetadata(memory.pool, *[columns] * 4)
@@ -72,8 +92,8 @@ def step_counts(
         )
         with Kernels() as kernels:
             engine.decoder._advance(Bucket(ROWS, 64, shares, False))
-    assert engine.attention.reads_all_slots is not bool(kernels.counts["_flash_attention_forward"])
-    return kernels.counts
+    assert engine.attention.reads_all_slots is not bool(decode.counts)
+    return kernels.counts + decode.counts
 
 
 def lay_flat(model: nn.Module) -> None:

@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 from dschat_ppo.models.fast_layers import kernels_for
 from dschat_ppo.models.head_kernels import head_kernels_for
+from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache
 from dschat_ppo.run.process_group import init_process_group
 from gpu_checks.parts import Findings
 
@@ -102,6 +103,45 @@ def cases_of_head(device: torch.device, tokens: int) -> Iterator[KernelCase]:
     )
 
 
+def cases_of_decoding(
+    ours: Any, random: Callable[..., Tensor], rows: int, tokens: int
+) -> Iterator[KernelCase]:
+    """A decode step of so many rows with so many tokens each: heads of Qwen2 0.5 B and 7 B, and
+    heads that share no keys."""
+    scale = 0.1
+
+    def attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(
+            query, keys, values, scale=scale, enable_gqa=True
+        )
+
+    for heads, kv_heads, width in ((14, 2, 64), (28, 4, 128), (32, 32, 128)):
+        keys, values = random(rows, kv_heads, tokens, width), random(rows, kv_heads, tokens, width)
+        slots = torch.full((rows,), tokens - 1, device=keys.device)
+        cache = KVCache(rows, tokens)
+        token_offsets = DecodeMetadata(0, cache, slots).token_offsets(kv_heads)
+        newest = keys[:, :, -1:].contiguous(), values[:, :, -1:].contiguous()
+
+        def step(
+            query: Tensor,
+            keys: Tensor,
+            values: Tensor,
+            newest: tuple[Tensor, Tensor] = newest,
+            token_offsets: Tensor = token_offsets,
+        ) -> Tensor:
+            mixed: Tensor = ours.decode_step_attention(
+                query, *newest, (keys, values), token_offsets, scale, None
+            )
+            return mixed.unsqueeze(2)
+
+        yield KernelCase(
+            f"decode step {rows} x {tokens} of {heads} over {kv_heads} x {width}",
+            (random(rows, heads, 1, width), keys, values),
+            step,
+            attention,
+        )
+
+
 def cases(device: torch.device, tiny: bool) -> Iterator[KernelCase]:
     """Kernels and sizes: 8,192 tokens of a model of 1.5 B weights, and heads of Qwen3."""
     tokens = 16 if tiny else 8192
@@ -145,6 +185,7 @@ def cases(device: torch.device, tiny: bool) -> Iterator[KernelCase]:
             ours.rotated,
             plain_rotation,
         )
+        yield from cases_of_decoding(ours, random, 4 if tiny else 64, 16 if tiny else 768)
 
 
 def error_of(case: KernelCase) -> float:

@@ -16,6 +16,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from dschat_ppo.models import fast_layers, head_kernels
+from dschat_ppo.rollout import decode_kernels
 
 # a group of kernels, and what its names contain; the first that fits counts
 KERNEL_GROUPS = {
@@ -112,7 +113,11 @@ class KernelProfile:
 def without_kernels() -> Iterator[None]:
     """In the block, models run without Triton's kernels, as where their comparison fails. What is
     recorded in CUDA graphs before runs as it was recorded."""
-    choices = [(fast_layers, "_triton_kernels"), (head_kernels, "_triton_head_kernels")]
+    choices = [
+        (fast_layers, "_triton_kernels"),
+        (head_kernels, "_triton_head_kernels"),
+        (decode_kernels, "_triton_decode_kernels"),
+    ]
     originals = [getattr(module, name) for module, name in choices]
     for module, name in choices:
         setattr(module, name, lambda *_: None)

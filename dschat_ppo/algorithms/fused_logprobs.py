@@ -323,17 +323,13 @@ def output_layer_gradients(
     block_gradient: Callable[[slice, slice], Tensor],
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of hidden (N, H), weight (V, H) and bias (V,) of an output layer, each in the
-    dtype of what it is the gradient of; None: not asked for, or there is no bias. The weight must
-    be whole.
+    """Gradients of hidden (N, H), weight (V, H) and bias (V,) of an output layer, each in the dtype
+    of what it is the gradient of; None: not asked for (`needs_grad` of the three; the first is
+    computed anyway), or there is no bias. The weight must be whole. Products of blocks and of
+    pieces are summed in `dtype`.
 
-    Args:
-        layer: its `hidden @ weight.T + bias` (N, V) is the product that `block_gradient` is of.
-        blocks: how that product is divided.
-        needs_grad: of these three, whether a gradient is asked for; the first is computed anyway.
-        block_gradient: (slice of the vocabulary, slice of the N rows) -> the gradient of this block
-            of the product, (rows, columns) in `dtype`.
-        dtype: in which the products of blocks and of pieces are summed.
+    `block_gradient`: (slice of the vocabulary, slice of the N rows) -> the gradient of this block
+    of `layer.hidden @ weight.T + bias` (N, V), (rows, columns).
     """
     hidden = layer.hidden
     weight = layer.weight

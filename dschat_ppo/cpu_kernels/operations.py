@@ -280,8 +280,7 @@ def decode_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    cache: tuple[Tensor, Tensor],
     token_offsets: Tensor,
     scale: float,
     window: int | None,
@@ -292,14 +291,16 @@ def decode_attention(
     Args:
         query: (n, heads, 1, d), a view whose heads are side by side.
         key: (n, kv_heads, 1, d), likewise; and `value`.
-        keys: (rows, kv_heads, capacity, d), changes in place; and `values`.
+        cache: keys and values, (rows, kv_heads, capacity, d) each, which change in place.
         token_offsets: (4, n) int64, contiguous. For each row the number of own tokens before the
-            new one, and the line of `keys[:, 0]`, counted as if all rows were one, from which they
-            are; then, for tokens before these, the line from which they are, and their number.
+            new one, and the line of the keys of the first head, counted as if all rows were one,
+            from which they are; then, for tokens before these, the line from which they are, and
+            their number.
         scale: of the logits.
         window: how many tokens a token sees, itself among them; None: all.
     """
     rows, heads, _, width = query.shape
+    keys, values = cache
     kv_heads, capacity = keys.shape[1:3]
     assert keys.shape == values.shape and key.shape == value.shape == (rows, kv_heads, 1, width)
     assert token_offsets.shape == (4, rows) and token_offsets.is_contiguous()

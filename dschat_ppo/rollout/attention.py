@@ -23,7 +23,7 @@ from dschat_ppo.models.segment_attention import MOST_KEYS
 from dschat_ppo.rollout.decode_kernels import (
     AttentionCall,
     CPUDecode,
-    FlashDecode,
+    GPUDecode,
     StepMetadata,
     products_attention,
 )
@@ -38,7 +38,7 @@ class RolloutAttention:
     that each layer asks for. `kernel` is used for decode steps in the layers that it supports;
     None: products and a softmax."""
 
-    def __init__(self, kernel: CPUDecode | FlashDecode | None = None) -> None:
+    def __init__(self, kernel: CPUDecode | GPUDecode | None = None) -> None:
         self.metadata: PrefillMetadata | Sequence[StepMetadata] = []
         self.windows: dict[int, int | None] = {}
         self._kernel = kernel
@@ -101,17 +101,14 @@ class RolloutAttention:
     def _decode(self, batch: StepMetadata, call: AttentionCall) -> Tensor:
         """Write the new tokens of the rows of a batch to its cache, and attend -> (count, heads,
         d)."""
-        kernel = None
         # products read a prefix that several rows share once for all of them
-        if call.layer in self._kernel_layers and batch.prefix is None:
-            kernel = self._kernel
-        if kernel is None or not kernel.writes_cache:
-            keys, values = batch.cache.layer(call.layer, call.key, call.value)
-            _write_to_cache(batch, keys, call.key[batch.step_rows, :, 0])
-            _write_to_cache(batch, values, call.value[batch.step_rows, :, 0])
-        if kernel is None:
-            return products_attention(batch, call)
-        return kernel(batch, call)
+        is_by_kernel = call.layer in self._kernel_layers and batch.prefix is None
+        if self._kernel is not None and is_by_kernel:
+            return self._kernel(batch, call)
+        keys, values = batch.cache.layer(call.layer, call.key, call.value)
+        _write_to_cache(batch, keys, call.key[batch.step_rows, :, 0])
+        _write_to_cache(batch, values, call.value[batch.step_rows, :, 0])
+        return products_attention(batch, call)
 
 
 def _prefill(step: PrefillMetadata, call: AttentionCall) -> Tensor:

@@ -18,7 +18,7 @@ from dschat_ppo.common.progress import report_phase
 from dschat_ppo.models.backbone import has_states, last_logits_argument, position_arguments
 from dschat_ppo.rollout.attention import RolloutAttention, attention_replaced
 from dschat_ppo.rollout.cache_memory import warn_of_memory
-from dschat_ppo.rollout.decode_kernels import CPUDecode, flash_decode
+from dschat_ppo.rollout.decode_kernels import decode_kernel_for
 from dschat_ppo.rollout.kv_cache import (
     DecodeMetadata,
     KVCache,
@@ -90,7 +90,7 @@ class ContinuousBatching:
         self.max_over_ranks: MaxOverRanks = max_over_ranks or (lambda count: count)
         self.synchronised = max_over_ranks is not None
         self.device = buffers.token_ids.device
-        self.attention = RolloutAttention(flash_decode(self.device) or CPUDecode())
+        self.attention = RolloutAttention(decode_kernel_for(self.device))
         self.cache = RolloutCache()
         self.states: RowStates | None = None
         if has_states(model.config):

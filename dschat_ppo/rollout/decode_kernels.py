@@ -1,28 +1,21 @@
-"""Attention of decode steps over a KV cache: by matrix products, by a compiled kernel on a CPU, or
-by flash attention on a GPU."""
+"""Attention of decode steps over a KV cache: by matrix products, or by one kernel, compiled for a
+CPU or Triton's on a GPU."""
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dschat_ppo.algorithms.fused_logprobs import HALF
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.cpu_kernels.operations import can_run
-from dschat_ppo.errors import attempt
-from dschat_ppo.models.backbone import unfit
+from dschat_ppo.models.fast_layers import LARGEST_HEAD, compared_kernels
 from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, PooledMetadata, SharedPrefix
-
-_log = logging.getLogger(__name__)
-
-WIDEST_HEAD = 256  # that the flash attention kernel supports
-TOLERANCE = 0.05  # of its outputs of size 1 in half precision, compared with `products_attention`
 
 StepMetadata = DecodeMetadata | PooledMetadata
 
@@ -43,20 +36,6 @@ class AttentionCall(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
-
-
-class KeySegments(NamedTuple):
-    """The segment of keys that each of N queries attends to, for `flash_segments`. Segments may be
-    anywhere and may overlap."""
-
-    query_starts: Tensor  # (N + 1,) int32: 0, 1, ... N
-    key_starts: Tensor  # (N + 1,) int32, where each begins in the keys; the last has no meaning
-    used: Tensor  # (N,) int32, how many keys each has, at least 1
-    longest: int  # not below any of `used`
-
-
-# (query, keys, values, segments, scale) -> output, log-sum-exp; see `flash_segments`
-Kernel = Callable[[Tensor, Tensor, Tensor, KeySegments, float], tuple[Tensor, Tensor]]
 
 
 def products_attention(batch: StepMetadata, call: AttentionCall) -> Tensor:
@@ -131,7 +110,7 @@ def _mask(batch: StepMetadata, window: int | None) -> Tensor:
 def _products(query: Tensor, keys: Tensor) -> Tensor:
     """(n, q, d) and (n, k, d) -> (n, q, k) products; on a GPU in fp32, because bf16 rounds a score
     of 16 by 0.06."""
-    if query.is_cuda and query.dtype != torch.float32 and torch.version.hip is None:
+    if query.is_cuda and query.dtype in HALF and torch.version.hip is None:
         return torch.bmm(query, keys.transpose(1, 2), out_dtype=torch.float32)
     return torch.bmm(query, keys.transpose(1, 2))
 
@@ -151,34 +130,75 @@ def by_prompt(
 
 
 class CPUDecode:
-    """Attention of decode steps over a `KVCache` by one kernel, which also writes the new keys and
-    values there."""
-
-    writes_cache = True
+    """Attention of decode steps over a `KVCache` by one kernel for a CPU, which also writes the new
+    keys and values there."""
 
     def supports(self, call: AttentionCall) -> bool:
         """Whether the kernel can be used for a layer, by its call in a prefill."""
-        has_plain_scores = not call.softcap and call.sinks is None
-        is_alike = call.value.shape == call.key.shape
-        return has_plain_scores and is_alike and can_run(call.query, call.key, call.value)
+        return _is_plain(call) and can_run(call.query, call.key, call.value)
 
     def __call__(self, batch: StepMetadata, call: AttentionCall) -> Tensor:
         """As `products_attention`: (n, heads, 1, d) -> (count, heads, d)."""
-        keys, values = batch.cache.layer(call.layer, call.key, call.value)
-        heads = keys.shape[1]
-        if ("token_offsets", heads) not in batch.step_cache:
-            batch.step_cache["token_offsets", heads] = batch.token_offsets(heads)
-        rows = batch.step_rows
-        return operations.decode_attention(
-            _contiguous_heads(call.query[rows]),
-            _contiguous_heads(call.key[rows]),
-            _contiguous_heads(call.value[rows]),
-            keys,
-            values,
-            batch.step_cache["token_offsets", heads],
-            call.scale,
-            call.window,
+        return _by_kernel(operations.decode_attention, batch, call)
+
+
+class GPUDecode:
+    """`CPUDecode` on a GPU in half precision, by a kernel of `gpu_kernels`. It takes the place of
+    two products, the passes over their scores and the writes to the cache, sums in fp32, and reads
+    the slots that hold tokens, not the whole bucket, those of a shared prompt too."""
+
+    def supports(self, call: AttentionCall) -> bool:
+        """Whether the kernel can be used for a layer, by its call in a prefill. The first time, it
+        is compared with `products_attention` on random rows of the same heads."""
+        query = call.query
+        if not (_is_plain(call) and query.is_cuda and query.dtype in HALF):
+            return False
+        if query.shape[3] > LARGEST_HEAD:
+            return False
+        kernels = _triton_decode_kernels(
+            query.device, query.dtype, query.shape[1], call.key.shape[1], query.shape[3]
         )
+        return kernels is not None
+
+    def __call__(self, batch: StepMetadata, call: AttentionCall) -> Tensor:
+        """As `products_attention`: (n, heads, 1, d) -> (count, heads, d). Not for a `SharedPrefix`.
+
+        The rows of a prompt are next to each other, so the GPU reads its keys from memory about
+        once, and for the other rows from its L2 cache."""
+        from dschat_ppo import gpu_kernels  # builds of PyTorch for CPUs have no Triton
+
+        return _by_kernel(gpu_kernels.decode_step_attention, batch, call)
+
+
+def decode_kernel_for(device: torch.device) -> CPUDecode | GPUDecode:
+    """The kernel for decode steps on `device`, for the layers that it supports."""
+    if device.type == "cuda":
+        return GPUDecode()
+    return CPUDecode()
+
+
+def _is_plain(call: AttentionCall) -> bool:
+    """Whether the kernels can compute it: no soft cap, no sinks, and values as wide as keys."""
+    return not call.softcap and call.sinks is None and call.value.shape == call.key.shape
+
+
+def _by_kernel(kernel: Callable[..., Tensor], batch: StepMetadata, call: AttentionCall) -> Tensor:
+    """Attention of a decode step by `operations.decode_attention`, or another with its
+    arguments."""
+    keys, values = batch.cache.layer(call.layer, call.key, call.value)
+    heads = keys.shape[1]
+    if ("token_offsets", heads) not in batch.step_cache:
+        batch.step_cache["token_offsets", heads] = batch.token_offsets(heads)
+    rows = batch.step_rows
+    return kernel(
+        _contiguous_heads(call.query[rows]),
+        _contiguous_heads(call.key[rows]),
+        _contiguous_heads(call.value[rows]),
+        (keys, values),
+        batch.step_cache["token_offsets", heads],
+        call.scale,
+        call.window,
+    )
 
 
 def _contiguous_heads(heads: Tensor) -> Tensor:
@@ -189,123 +209,25 @@ def _contiguous_heads(heads: Tensor) -> Tensor:
     return heads.contiguous()
 
 
-def flash_segments(
-    query: Tensor, keys: Tensor, values: Tensor, segments: KeySegments, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attention of N queries (N, heads, d), each over its own segment of the keys (S, 1, d) -> (N,
-    heads, d), and the logarithm of the sum of the exponentials of the scores, (heads, N) fp32.
-
-    The heads of a query become rows of one product, and a few queries divide their keys among more
-    processors. `torch.nn.attention.varlen` wraps the same operator, but adds a kernel to each call.
-    Its pages (`block_table`) need another flash attention than the one in PyTorch; with `used`, the
-    operator reads of `key_starts` only where a segment begins, so segments may be anywhere and may
-    overlap.
-    """
-    output, log_sums, *_ = torch.ops.aten._flash_attention_forward(
-        query,
-        keys,
-        values,
-        segments.query_starts,
-        segments.key_starts,
-        1,  # tokens of the longest query
-        segments.longest,
-        0.0,  # dropout
-        False,  # is_causal
-        False,  # return_debug_mask
-        scale=scale,
-        seqused_k=segments.used,
-    )
-    return output, log_sums
-
-
-def flash_decode(device: torch.device) -> FlashDecode | None:
-    """Flash attention for decode steps on `device`, or None if it has no such kernel."""
-    if (
-        device.type != "cuda"
-        or torch.version.hip
-        or not torch.backends.cuda.is_flash_attention_available()
-    ):
-        return None
-    if torch.cuda.get_device_capability(device) >= (8, 0):
-        return FlashDecode(flash_segments)
-    return None
-
-
-class FlashDecode:
-    """Attention of decode steps with the flash attention kernel in PyTorch, for heads of `dtypes`
-    that it supports. It takes the place of two products and the passes over their scores, which it
-    keeps in fp32 too, and reads the slots that hold tokens, not the whole bucket."""
-
-    writes_cache = False
-
-    def __init__(self, kernel: Kernel, dtypes: tuple[torch.dtype, ...] = HALF):
-        self._kernel = kernel
-        self._dtypes = dtypes
-
-    def supports(self, call: AttentionCall) -> bool:
-        """Whether the kernel can be used for a layer, by its call in a prefill. The first time, the
-        kernel is compared with `products_attention` on random rows of the same shape."""
-        query = call.query
-        width = query.shape[3]
-        if (
-            call.softcap
-            or call.sinks is not None
-            or query.dtype not in self._dtypes
-            or width % 8
-            or width > WIDEST_HEAD
-            or call.value.shape != call.key.shape
-        ):
-            return False
-        kv_heads = call.key.shape[1]
-        return _agrees(self._kernel, query.dtype, query.device, query.shape[1], kv_heads, width)
-
-    def __call__(self, batch: StepMetadata, call: AttentionCall) -> Tensor:
-        """As `products_attention`: (n, heads, 1, d) -> (count, heads, d). Not for a `SharedPrefix`.
-
-        Rows of a pool may have two segments: own tokens and a prefix. Both are queries of one call,
-        and their results are weighted by the sums of their softmax, which makes them the softmax
-        over all keys. The rows of a prompt are next to each other, so the GPU reads its keys from
-        memory about once, and for the other rows from its L2 cache.
-        """
-        keys = batch.cache.keys[call.layer]
-        values = batch.cache.values[call.layer]
-        kv_heads = keys.shape[-3]
-        width = keys.shape[-1]
-        key = ("segments", kv_heads, call.window)
-        if key not in batch.step_cache:
-            batch.step_cache[key] = _key_segments(batch, kv_heads, call.window)
-        segments = batch.step_cache[key]
-        # (count * kv_heads, heads / kv_heads, d)
-        folded = call.query[batch.step_rows].reshape(batch.count * kv_heads, -1, width)
-        segments_per_query = len(segments.used) // len(folded)
-        if segments_per_query > 1:
-            folded = folded.repeat(segments_per_query, 1, 1)
-        mixed, log_sums = self._kernel(
-            folded, keys.view(-1, 1, width), values.view(-1, 1, width), segments, call.scale
-        )
-        if segments_per_query > 1:
-            # (group, segments_per_query, count * kv_heads)
-            weights = torch.softmax(log_sums.unflatten(1, (segments_per_query, -1)), dim=1)
-            weights = weights.permute(1, 2, 0).unsqueeze(3)
-            weighted = mixed.unflatten(0, (segments_per_query, -1)) * weights
-            mixed = weighted.sum(dim=0).to(folded.dtype)
-        return mixed.reshape(batch.count, -1, width)
-
-
-def _key_segments(batch: StepMetadata, kv_heads: int, window: int | None) -> KeySegments:
-    """The segments that the rows and key heads of a batch attend to, see `segments` there."""
-    starts, used = batch.segments(kv_heads, window)
-    query_starts = torch.arange(len(used) + 1, dtype=torch.int32, device=used.device)
-    key_starts = nn.functional.pad(starts.to(torch.int32), (0, 1))
-    return KeySegments(query_starts, key_starts, used.to(torch.int32), batch.length)
-
-
 @cache
-def _agrees(
-    kernel: Kernel, dtype: torch.dtype, device: torch.device, heads: int, kv_heads: int, width: int
-) -> bool:
-    """Whether the kernel and `products_attention` agree on random rows of a pool, most of them with
-    a prefix."""
+def _triton_decode_kernels(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, width: int
+) -> Any:
+    """Triton's kernels, if their attention of decode steps is `products_attention` in fp64 on this
+    GPU, for heads of this number and width; else None, with a warning."""
+    return compared_kernels(
+        f"decode steps of {heads} heads over {kv_heads} of {width}",
+        lambda kernels: decode_outputs(kernels, device, dtype, heads, kv_heads, width),
+        "rollouts are slower",
+    )
+
+
+def decode_outputs(
+    kernels: Any, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, width: int
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """What the kernel of decode steps computes and writes for random rows of a pool, most of them
+    with a prefix, and the same by products in fp64: (name, output, expected). So many rows that
+    none is divided, and so few that each is."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -314,32 +236,34 @@ def _agrees(
     pool = KVCache(1, 900)
     pool.keys[0] = random(1, kv_heads, 900, width)
     pool.values[0] = random(1, kv_heads, 900, width)
-    query = random(8, heads, 1, width)
-    offsets, starts, prefix_starts, prefix_lengths = torch.tensor(
+    token_offsets = torch.tensor(
         [
             [0, 200, 17, 99, 5, 1, 30, 4],
-            [7, 300, 650, 501, 10, 12, 840, 700],
-            [0, 0, 20, 600, 20, 20, 600, 20],
+            [7, 300, 650, 502, 10, 16, 840, 700],
+            [0, 0, 20, 100, 20, 20, 100, 20],
             [0, 0, 250, 2, 250, 3, 40, 9],
         ],
         device=device,
     )
-    batch = PooledMetadata(
-        pool, offsets, starts, prefix_starts, prefix_lengths, length=300, shares=True
-    )
-    call = AttentionCall(0, query, query, query, width**-0.5)
-    with attempt() as tried:
-        output = FlashDecode(kernel)(batch, call)
-    reason = unfit(tried)
-    if reason:
-        _log.warning(f"rollout: with the flash attention kernel {reason}; decode steps are slower")
-        return False
-    expected = products_attention(batch, call)
-    difference = float((output.float() - expected.float()).abs().max())
-    if not difference <= TOLERANCE:
-        _log.warning(
-            f"rollout: the flash attention kernel is off by {difference:.2g}; decode steps are"
-            " slower"
+    undivided = -(-kernels.DECODE_PROGRAMS // (8 * kv_heads))
+    for repeats, window in ((1, None), (1, 37), (undivided, None)):
+        offsets = token_offsets.repeat(1, repeats)
+        rows = offsets.shape[1]
+        slots = offsets[1] + offsets[0]  # of the new tokens, which no other row reads
+        key = pool.keys[0][0][:, slots].transpose(0, 1).unsqueeze(2).contiguous()
+        value = pool.values[0][0][:, slots].transpose(0, 1).unsqueeze(2).contiguous()
+        query = random(rows, heads, 1, width)
+        keys = pool.keys[0].index_fill(2, slots, 0)
+        values = pool.values[0].index_fill(2, slots, 0)
+        scale = width**-0.5
+        output = kernels.decode_step_attention(
+            query, key, value, (keys, values), offsets, scale, window
         )
-        return False
-    return True
+        exact = KVCache(1, 900)
+        exact.keys[0] = pool.keys[0].double()
+        exact.values[0] = pool.values[0].double()
+        batch = PooledMetadata(exact, *offsets, length=300, shares=True)
+        call = AttentionCall(0, query.double(), key, value, scale, window)
+        yield "the attention of a decode step", output, products_attention(batch, call)
+        yield "a key of a decode step", keys, exact.keys[0]
+        yield "a value of a decode step", values, exact.values[0]

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
+from dschat_ppo.algorithms.fused_logprobs import HALF
 from dschat_ppo.cpu_kernels.operations import can_run
 from dschat_ppo.models.backbone import has_states
 from dschat_ppo.models.fast_layers import kernels_for
@@ -21,7 +22,6 @@ from dschat_ppo.rollout.continuous_batching import (
     Partner,
     never,
 )
-from dschat_ppo.rollout.decode_kernels import flash_decode
 from dschat_ppo.rollout.fused_layers import can_prepack, fp32_logits, fused
 from dschat_ppo.rollout.generation_request import ENGINES, GenerationConfig, RolloutRequest
 from dschat_ppo.rollout.kv_cache import SPARE, KVCache
@@ -194,8 +194,8 @@ def engine_text(
     has_whole_weights = max_over_ranks is None
     descriptions = [ENGINES[config.engine]]
     if config.engine == "continuous":
-        if flash_decode(weight.device) is not None:
-            descriptions.append("flash attention")
+        if weight.is_cuda and weight.dtype in HALF:
+            descriptions.append("Triton's attention")
         elif can_run(weight):
             descriptions.append("compiled attention")
         else:

@@ -199,13 +199,6 @@ class DecodeMetadata:
         """Keys and values of all slots, (count, kv_heads, length, head_dim)."""
         return self.cache.keys[layer][: self.count], self.cache.values[layer][: self.count]
 
-    def segments(self, heads: int, window: int | None) -> tuple[Tensor, Tensor]:
-        """The start and the number of the keys that each row and head attends to, (count * heads,)
-        int64."""
-        hidden, used = _split_by_window(self.slots + 1, window)
-        starts = torch.arange(self.count * heads, device=used.device) * self.cache.capacity
-        return starts + hidden.repeat_interleave(heads), used.repeat_interleave(heads)
-
     def token_offsets(self, heads: int) -> Tensor:
         """What `operations.decode_attention` wants to know of the rows, (4, count) int64."""
         none = torch.zeros_like(self.slots)
@@ -289,35 +282,9 @@ class PooledMetadata:
         """(count,) or (count, L) -> (count, 1): what holds for the last new token of each row."""
         return column.view(self.count, -1)[:, -1:]
 
-    def segments(self, heads: int, window: int | None) -> tuple[Tensor, Tensor]:
-        """The start and the number of the keys that each row and head attends to, int64. They are
-        (count * heads,), or with shared prefixes (2 * count * heads,): own tokens, then those of
-        the prefix. A row that sees no prefix has its own tokens there again, because attention to
-        no key has no result."""
-        hidden, used = _split_by_window(self.offsets + 1, window)
-        starts = self.starts + hidden
-        if self.shares:
-            seen = self.prefix_lengths  # tokens of the prefix in the window
-            if window is not None:
-                seen = (window - used).clamp_min(0).minimum(self.prefix_lengths)
-            seen_starts = self.prefix_starts + self.prefix_lengths - seen
-            sees_prefix = seen > 0
-            starts = torch.cat([starts, torch.where(sees_prefix, seen_starts, starts)])
-            used = torch.cat([used, torch.where(sees_prefix, seen, used)])
-        planes = torch.arange(heads, device=starts.device) * self.cache.capacity
-        return (starts.unsqueeze(1) + planes).flatten(), used.repeat_interleave(heads)
-
     def token_offsets(self, heads: int) -> Tensor:
         """What `operations.decode_attention` wants to know of the rows, (4, count) int64."""
         return torch.stack([self.offsets, self.starts, self.prefix_starts, self.prefix_lengths])
-
-
-def _split_by_window(tokens: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-    """How many of the first tokens are outside the window, and how many of the last ones are in
-    it."""
-    if window is None:
-        return torch.zeros_like(tokens), tokens
-    return (tokens - window).clamp_min(0), tokens.clamp_max(window)
 
 
 class RolloutCache(Cache):

@@ -316,7 +316,7 @@ def test_decoding_writes_and_attends(heads, kv_heads, width, window, dtype, pool
         rows, starts = none, torch.tensor([160, 90, 20])
         prefixes, shared = torch.tensor([[7, 7, 0], [3, 3, 0]])
     places = torch.stack([own, starts + rows * kv_heads * size[2], prefixes, shared])
-    found = operations.decode_attention(query, key, value, keys, values, places, 0.3, window)
+    found = operations.decode_attention(query, key, value, (keys, values), places, 0.3, window)
     for cached, before, new in zip((keys, values), kept, (key, value), strict=True):
         before[rows, :, starts + own] = new[:, :, 0]
         assert torch.equal(cached, before), "the new token is written, and nothing else"
@@ -357,8 +357,7 @@ def test_decoding_and_training_have_the_same_bits(heads, kv_heads, width, window
             query[:, :, new].contiguous(),
             key[:, :, new].contiguous(),
             value[:, :, new].contiguous(),
-            keys,
-            values,
+            (keys, values),
             torch.tensor([[token - before], [10], [50], [before]]),
             width**-0.5,
             window,

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from generation import assert_same, run
 from tiny_models import new_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +22,15 @@ from dschat_ppo.algorithms.fused_logprobs import Head, OutputLayer, fused_token_
 from dschat_ppo.models import fast_layers, head_kernels
 from dschat_ppo.models.fast_layers import FastRotary, kernel_outputs, kernels_for, use_fast_layers
 from dschat_ppo.models.head_kernels import head_outputs
-from dschat_ppo.rollout import fused_layers
+from dschat_ppo.rollout import continuous_batching, decode_kernels, fused_layers
+from dschat_ppo.rollout.decode_kernels import (
+    AttentionCall,
+    GPUDecode,
+    decode_outputs,
+    products_attention,
+)
+from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
 pytest.importorskip("triton", reason="tests/run.sh runs these tests with it")
 CPU = torch.device("cpu")
@@ -120,8 +129,12 @@ SIGNATURES = {  # types of the arguments, and sizes that are known when a kernel
     "_gated_backward_kernel": ("p p p p p i", [1024]),
     "_scores_kernel": ("f l f i i x", []),
     "_scores_backward_kernel": ("f l f p i i x", []),
+    "_decode_kernel": ("p p p p p l f f i i i x i", [16, 128]),
+    "_merge_kernel": ("f f p i i", [2, 128]),
 }
+CALLED = {"_tokens_of_row", "_add_tokens"}  # by a kernel
 kernels = {name for name, value in vars(gpu_kernels).items() if hasattr(value, "arg_names")}
+kernels -= CALLED
 assert kernels == set(SIGNATURES)
 for name, (kinds, sizes) in SIGNATURES.items():
     kernel = getattr(gpu_kernels, name)
@@ -308,6 +321,100 @@ def test_kernels_of_a_head_that_compute_something_else_are_not_used(
     assert (chosen is None) is (broken is not None)
     warned = "Triton's kernels cannot be used for the logits of a head" in caplog.text
     assert warned is (broken is not None)
+
+
+# Of decode steps
+
+
+# heads, key heads and their width of Qwen2 0.5B and 7B, Qwen3, GPT-2, Phi-2 and Gemma
+SHAPES_OF_HEADS = [
+    (14, 2, 64),
+    (28, 4, 128),
+    (4, 2, 128),
+    (3, 3, 64),
+    (2, 2, 80),
+    (4, 1, 256),
+]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), SHAPES_OF_HEADS)
+def test_attention_of_a_decode_step_is_that_of_products_in_fp64(
+    heads, kv_heads, width, kernels, monkeypatch
+):
+    """In half precision, of rows whose tokens are divided and whose are not, and what it writes."""
+    monkeypatch.setattr(kernels, "DECODE_PROGRAMS", 8 * kv_heads + 1)
+    monkeypatch.setattr(kernels, "_SPLITS", 2)
+    for name, output, exact in decode_outputs(kernels, CPU, torch.float16, heads, kv_heads, width):
+        error = (output.double() - exact).norm() / exact.norm()
+        assert error < torch.finfo(torch.float16).eps, name
+
+
+def test_rows_of_few_tokens_are_divided_among_more_programs(kernels):
+    """Programs that have no token add nothing; caches of rows, and queries that are views."""
+    cache = KVCache(3, 16)
+    cache.keys[0], cache.values[0] = drawn(3, 2, 16, 32), drawn(3, 2, 16, 32, seed=1)
+    batch = DecodeMetadata(0, cache, torch.tensor([0, 5, 11]))
+    heads = drawn(3, 1, 8, 32, seed=2).transpose(1, 2)
+    query, key, value = heads.split([4, 2, 2], dim=1)
+    found = kernels.decode_step_attention(
+        query, key, value, (cache.keys[0], cache.values[0]), batch.token_offsets(2), 0.2, None
+    )
+    for cached, new in ((cache.keys[0], key), (cache.values[0], value)):
+        assert torch.equal(cached[range(3), :, batch.slots], new[:, :, 0])
+    call = AttentionCall(0, query.float(), key, value, 0.2)
+    cache.keys[0], cache.values[0] = cache.keys[0].float(), cache.values[0].float()
+    expected = products_attention(batch, call)
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("broken", ["attention", "cache", None])
+def test_a_decode_kernel_that_computes_something_else_is_not_used(
+    broken, kernels, monkeypatch, caplog
+):
+    functions = {name: getattr(kernels, name) for name in dir(kernels) if not name.startswith("__")}
+    functions["DECODE_PROGRAMS"] = 8
+    monkeypatch.setattr(kernels, "DECODE_PROGRAMS", 8)
+    original = functions["decode_step_attention"]
+
+    def decode_attention(query, key, value, cache, token_offsets, scale, window):
+        if broken == "attention" and window is not None:
+            window += 1
+        if broken == "cache":
+            value = value + 1
+        return original(query, key, value, cache, token_offsets, scale, window)
+
+    functions["decode_step_attention"] = decode_attention
+    monkeypatch.setattr(dschat_ppo, "gpu_kernels", SimpleNamespace(**functions), raising=False)
+    monkeypatch.setattr(logging.getLogger("dschat_ppo"), "propagate", True)
+    chosen = decode_kernels._triton_decode_kernels.__wrapped__(CPU, torch.float16, 4, 2, 32)
+    assert (chosen is None) is (broken is not None)
+    warned = "cannot be used for decode steps of 4 heads over 2 of 32" in caplog.text
+    assert warned is (broken is not None)
+
+
+def test_answers_by_the_decode_kernel_are_those_of_products(kernels, monkeypatch):
+    """Of a model with windows, whose prompts are shared."""
+    monkeypatch.setattr(continuous_batching, "MIN_SHARED_TOKENS", 8)
+    settings = {
+        "sampling": SamplingParameters(1.3),
+        "stopping": StoppingCriteria(5, eos_ids=(3, 9)),
+        "static": True,
+        "samples": 2,
+    }
+    expected = run("mistral-window", (9, 14), rows=4, **settings)
+    calls = []
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return kernels.decode_step_attention(*arguments)
+
+    functions = SimpleNamespace(decode_step_attention=counted)
+    monkeypatch.setattr(dschat_ppo, "gpu_kernels", functions, raising=False)
+    monkeypatch.setattr(kernels, "_SPLITS", 2)
+    monkeypatch.setattr(GPUDecode, "supports", lambda self, call: True)
+    monkeypatch.setattr(continuous_batching, "decode_kernel_for", lambda device: GPUDecode())
+    assert_same(run("mistral-window", (9, 14), rows=4, **settings), expected)
+    assert len(calls) > 5
 
 
 # In layers

@@ -8,15 +8,12 @@ import torch
 from fake_graphs import FakeDevice, FakeGraph
 from generation import assert_same, warnings_of
 from generation import run as run_on
-from looping_kernel import LoopingKernel, flash_with
 from pooled_runs import LITTLE, pooled, small_segments  # noqa: F401
 from tiny_models import LENGTHS, new_model
-from torch import Tensor
 
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.features.cuda_graphs.step_recorders import RolloutGraphs
-from dschat_ppo.rollout import continuous_batching, decode_kernels, generator, static_steps
-from dschat_ppo.rollout.decode_kernels import KeySegments
+from dschat_ppo.rollout import continuous_batching, generator, static_steps
 from dschat_ppo.rollout.kv_cache import KVCache
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.static_steps import StaticDecoder
@@ -262,43 +259,18 @@ def test_no_garbage_is_collected_while_a_graph_is_recorded(fails, device, monkey
 # The pool
 
 
-@torch.library.custom_op("tests::looping_kernel", mutates_args=())
-def looping_kernel(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    numbers: Tensor,
-    starts: Tensor,
-    used: Tensor,
-    longest: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """One operator for a recorded step, as the kernel is."""
-    segments = KeySegments(numbers, starts, used, longest)
-    return LoopingKernel()(query, keys, values, segments, scale)
-
-
-def one_operator(query, keys, values, segments, scale):
-    return looping_kernel(query, keys, values, *segments, scale)
-
-
 @pytest.mark.usefixtures("small_segments")
 @pytest.mark.parametrize(
-    ("samples", "slots", "kernel"),
+    ("samples", "slots"),
     [
-        (3, "little", "products"),
-        pytest.param(1, "little", "flash", marks=pytest.mark.release),
-        pytest.param(3, "ample", "flash", marks=pytest.mark.release),
+        (3, "little"),
+        pytest.param(1, "little", marks=pytest.mark.release),
+        pytest.param(3, "ample", marks=pytest.mark.release),
     ],
 )
-def test_graphs_stay_right_while_rows_move_and_the_pool_grows(samples, slots, kernel, monkeypatch):
+def test_graphs_stay_right_while_rows_move_and_the_pool_grows(samples, slots, monkeypatch):
     """A graph is captured again only after the pool has grown."""
     expected = pooled(samples=samples, static=False)
-    if kernel == "flash":
-        monkeypatch.setattr(
-            continuous_batching, "flash_decode", lambda device: flash_with(one_operator)
-        )
-        decode_kernels._agrees.cache_clear()
     monkeypatch.setattr(generator, "pool_limits", lambda *_: (6, LITTLE[slots]))
     growths, moves, original = [], [], KVCache.move_slots
 
