@@ -37,7 +37,12 @@ class VocabularyWeights:
 
     @classmethod
     def of(cls, logits: Tensor) -> VocabularyWeights:
-        """In the order of additions of `fused_token_scores` on a CPU, whatever B is."""
+        """On a CPU in the order of additions of `fused_token_scores`, whatever B is; elsewhere by
+        the fewest kernels."""
+        if logits.device.type != "cpu":
+            largest = logits.amax(dim=1)
+            weights = torch.exp(logits - largest.unsqueeze(1))
+            return cls(weights, largest, weights.sum(dim=1).log())
         weights = torch.empty_like(logits)
         weight_blocks = _in_blocks(weights)
         block_largest = []
