@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -63,6 +64,7 @@ def rank_environments(ranks: int, env: dict[str, str]) -> list[dict]:
         "LOCAL_WORLD_SIZE": ranks,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": _free_port(),
+        "GLOO_SOCKET_IFNAME": "lo",  # whatever this machine's name resolves to
     }
     return [{"RANK": rank, "LOCAL_RANK": rank, **shared, **env} for rank in range(ranks)]
 
@@ -152,12 +154,21 @@ def deepspeed_command(ranks: int, script: str | Path, *words: object) -> list[st
 
 def _free_port() -> int:
     """Below the ports that systems give to connections: those of another launch take none before
-    the ranks do."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
+    the ranks do. Nor does this function give one twice."""
+    for port in _ports():
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+    raise AssertionError("no port is free")
+
+
+@cache
+def _ports() -> Iterator[int]:
+    """Each port once, in a random order; two processes of pytest have none in common."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    ports = list(range(20_000 + int(worker) % 2, 32_000, 2))
+    random.SystemRandom().shuffle(ports)
+    return iter(ports)
 
 
 def environment() -> dict[str, str]:

@@ -147,7 +147,7 @@ def ended(tmp_path_factory) -> dict[str, Ended]:
 
 def test_an_exception_of_one_rank_is_one_message_and_every_rank_keeps_a_log(ended):
     run = ended["rank 1 raises"]
-    assert run.code == 1
+    assert run.code == 1, run.err
     assert run.told() == ["rank 1 failed in phase 'update' at step 5:"]
     assert run.err.count("Traceback (most recent call last)") == 1
     assert run.err.count("ZeroDivisionError: boom") == 1
@@ -165,14 +165,14 @@ def test_an_exception_of_one_rank_is_one_message_and_every_rank_keeps_a_log(ende
 
 def test_an_exception_of_all_ranks_is_reported_once(ended):
     run = ended["both raise"]
-    assert run.code == 3
+    assert run.code == 3, run.err
     assert run.told() == ["error: the loss is nan"]
     assert [run.left(rank)["code"] for rank in range(2)] == [3, 3]
 
 
 def test_a_user_error_of_another_rank_is_reported_too(ended):
     run = ended["user error on rank 1"]
-    assert run.code == 2
+    assert run.code == 2, run.err
     assert run.told() == ["error on rank 1: --flag: this machine has no such file"]
     assert "Traceback" not in run.err
     assert [run.left(rank)["code"] for rank in range(2)] == [2, 2]
@@ -180,7 +180,7 @@ def test_a_user_error_of_another_rank_is_reported_too(ended):
 
 def test_a_killed_rank_ends_the_run(ended):
     run = ended["rank 1 is killed"]
-    assert run.code in (5, KILLED_RANK)  # of the rank that ends first
+    assert run.code in (5, KILLED_RANK), run.err  # of the rank that ends first
     assert run.told() == [
         f"rank 0: another rank is gone (phase 'update', step 5): the run ends; {HOW_TO_RESUME}"
     ]
@@ -191,7 +191,7 @@ def test_a_killed_rank_ends_the_run(ended):
 
 def test_a_hang_ends_with_the_stacks_of_all_ranks(ended):
     run = ended["rank 1 hangs"]
-    assert run.code == 5
+    assert run.code == 5, run.err
     (told,) = run.told()
     assert re.fullmatch(r"rank [01] has made no progress for [3-8] s: phase 'update', step 5", told)
     assert "in hang" in run.log(1) and "in all_reduce" in run.log(0)
@@ -201,7 +201,7 @@ def test_a_hang_ends_with_the_stacks_of_all_ranks(ended):
 
 def test_a_hang_in_c_code_ends_the_run(ended):
     run = ended[HOLDS]
-    assert run.code == 5
+    assert run.code == 5, run.err
     told = run.told()
     assert re.fullmatch(r"rank 0 has made no progress for [3-8] s: phase 'update', step 5", told[0])
     # where other work delays the rank, it ends before its stack is whole
@@ -218,7 +218,7 @@ def test_a_hang_in_c_code_ends_the_run(ended):
 )
 def test_a_requested_stop_saves_and_exits(ended, case, code, reasons):
     run = ended[case]
-    assert run.code == code
+    assert run.code == code, run.err
     assert run.told() == []  # and the watchdog had no reason to speak
     assert len(re.findall(r"saved after step \d+; run the same command again", run.out)) == 1
     assert [run.left(rank)["code"] for rank in range(2)] == [0, 0]
