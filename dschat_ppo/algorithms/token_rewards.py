@@ -69,13 +69,20 @@ class RunningScale:
         self.mean += distance * count / total
         self.count = total
 
-    def scale(self, scores: Tensor) -> Tensor:
-        """(B,) fp32, `scores / std`; unchanged before two scores are seen, and while all are equal
-        but for rounding (std below 1e-8, or below 1e-6 of the mean). The division would make the
-        first different scores huge."""
+    @property
+    def divisor(self) -> float | None:
+        """The deviation; None before two scores are seen, and while all are equal but for rounding
+        (std below 1e-8, or below 1e-6 of the mean): the division would make the first different
+        scores huge."""
         if self.std < max(SMALLEST_SCALE, ROUNDING * abs(self.mean)):
+            return None
+        return self.std
+
+    def scale(self, scores: Tensor) -> Tensor:
+        """(B,) fp32, `scores` divided by the `divisor`; unchanged without."""
+        if self.divisor is None:
             return scores
-        return scores / self.std
+        return scores / self.divisor
 
     def state_dict(self) -> dict[str, float]:
         """The state as plain numbers, for `load_state_dict`."""

@@ -11,23 +11,20 @@ import torch
 from torch import Tensor
 
 from dschat_ppo.algorithms.advantage_estimators import ESTIMATORS, AdvantageInputs, Estimator
-from dschat_ppo.algorithms.aggregation import masked_sum, masked_whiten, zero_outside
+from dschat_ppo.algorithms.aggregation import masked_sum, zero_outside
 from dschat_ppo.algorithms.controllers import AdaptiveKL, FixedCoefficient
-from dschat_ppo.algorithms.correction import (
-    clip_cov_tokens,
-    high_entropy_tokens,
-    importance_weights,
-    kl_cov_tokens,
-    token_covariances,
-)
 from dschat_ppo.algorithms.kl import kl_k1
-from dschat_ppo.algorithms.token_rewards import (
-    RunningScale,
-    clip_scores,
-    missing_eos,
-    overlong_penalty,
-    token_rewards,
+from dschat_ppo.algorithms.step import (
+    AdvantageSettings,
+    advantages_of,
+    counted_tokens,
+    penalised_scores,
+    rewards_of_tokens,
+    scaled_and_clipped,
+    selected_tokens,
+    token_weights,
 )
+from dschat_ppo.algorithms.token_rewards import RunningScale
 from dschat_ppo.checkpoint.manager import load_saved
 from dschat_ppo.common.own_functions import function_named
 from dschat_ppo.common.phases import block
@@ -37,7 +34,6 @@ from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.features import hooks
 from dschat_ppo.types import Experience, RewardedRollout, ScoredRollout
 
-CLIP_COV_BOUNDS = (1.0, 5.0)  # covariances that clip_cov acts on (Cui et al. 2025)
 # estimators whose advantage is one number for all tokens of a row; the others follow the rewards of
 # tokens
 _OF_WHOLE_ROWS = set(ESTIMATORS) - {"gae", "reinforce_plus_plus"}
@@ -101,6 +97,49 @@ def early_rewards_of(config: PPOConfig) -> EarlyRewards | None:
     return None
 
 
+def advantage_settings(
+    flags: AlgorithmFlags, max_length: int, score_clip: float, source_weights: Sequence[float]
+) -> AdvantageSettings:
+    """The constants of rewards and advantages at the start of a run.
+
+    Args:
+        flags: of the algorithm.
+        max_length: longest response in tokens.
+        score_clip: scores are clipped to +- this; 0: they are not.
+        source_weights: of the reward sources, in the order of `source_scores`.
+    """
+    compared_weights = None
+    if flags.advantage_estimator == "gdpo":
+        compared_weights = list(source_weights)
+    selection: Any = "none"
+    if flags.selects_tokens:
+        selection = flags.policy_loss
+    return AdvantageSettings(
+        estimate=function_named("--advantage_estimator", flags.advantage_estimator, ESTIMATORS),
+        score_divisor=None,
+        score_clip=score_clip,
+        missing_eos_penalty=flags.missing_eos_penalty,
+        max_length=max_length,
+        overlong_buffer=flags.overlong_buffer,
+        overlong_penalty=flags.overlong_penalty,
+        kl_coef=flags.kl_reward_coef,
+        mask_truncated_answers=flags.mask_truncated_answers,
+        gamma=flags.gamma,
+        lam=flags.gae_lambda,
+        normalise_std=flags.normalize_group_std,
+        batch_std=flags.group_std == "batch",
+        source_weights=compared_weights,
+        whitens=flags.whitens,
+        importance_correction=flags.importance_correction,
+        importance_mode=flags.importance_mode,
+        importance_cap=flags.importance_cap,
+        importance_floor=flags.importance_floor,
+        high_entropy_share=flags.high_entropy_share,
+        selected_tokens=selection,
+        covariance_share=flags.covariance_share,
+    )
+
+
 @dataclass(eq=False)
 class AdvantageComputation:
     """Computes the experience of a PPO step from the scored rows of all ranks: `with_rewards`,
@@ -119,8 +158,8 @@ class AdvantageComputation:
 
     def __post_init__(self) -> None:
         flags = self.flags
-        self.estimate = function_named(
-            "--advantage_estimator", flags.advantage_estimator, ESTIMATORS
+        self.first_settings = advantage_settings(
+            flags, self.max_length, self.score_clip, self.source_weights
         )
         self.kl_coef: AdaptiveKL | FixedCoefficient = FixedCoefficient(flags.kl_reward_coef)
         if flags.kl_target is not None:
@@ -138,40 +177,24 @@ class AdvantageComputation:
         leave, and the running scale adapts to the scores of the others.
         """
         rows = empty_rows_without_score(rows)
-        flags = self.flags
-        mask = rows.response_mask
         self.state_before = self.state_dict()
-        if flags.normalize_rewards == "running":
+        if self.flags.normalize_rewards == "running":
             self.running.update(rows.scores[rows.has_score])
         self.used_kl_coef = self.kl_coef.value
+        settings = self.settings
 
-        scores = self.scaled_and_clipped(rows.scores)  # (N,)
-        scores = scores + missing_eos(rows.ended, flags.missing_eos_penalty)
-        if flags.overlong_buffer:
-            scores = scores + overlong_penalty(
-                rows.response_lengths,
-                self.max_length,
-                flags.overlong_buffer,
-                flags.overlong_penalty,
-            )
-
-        kl = rows.kl  # (N, R)
-        if kl is None:
-            kl = torch.zeros_like(rows.rollout_logprobs)
+        scores = penalised_scores(rows, settings)  # (N,)
         if self.early_rewards is None:
-            rewards = token_rewards(scores, kl, mask, self.used_kl_coef)  # (N, R)
+            rewards = rewards_of_tokens(scores, rows, settings)  # (N, R)
         else:
             early = self._scaled_early_rewards(self.early_rewards, rows)
             last_rewards = (scores.double() - early.double().sum(dim=1)).float()  # (N,)
-            rewards = token_rewards(last_rewards, kl, mask, self.used_kl_coef) + early
-        loss_mask = mask
-        if flags.mask_truncated_answers:
-            loss_mask = mask & rows.ended.unsqueeze(1)
+            rewards = rewards_of_tokens(last_rewards, rows, settings) + early
         return RewardedRollout(
             **vars(rows),
             rewards=rewards,
-            loss_mask=loss_mask,
-            row_indices=torch.arange(len(mask), device=mask.device),
+            loss_mask=counted_tokens(rows, settings),
+            row_indices=torch.arange(len(scores), device=scores.device),
             penalised_scores=scores,
         )
 
@@ -179,101 +202,47 @@ class AdvantageComputation:
         """Advantages, returns, weights of the token losses and selected tokens of N rows; then
         adapts the KL coefficient for the next step. The rewards, and what a group compares, include
         the KL penalty."""
-        mask = rows.response_mask
+        settings = self.settings
+        if self.early_rewards is not None and self.flags.advantage_estimator in _OF_WHOLE_ROWS:
+            settings = self._crediting_early_rewards(self.early_rewards, rows)
         with block("advantages"):
-            advantages, returns = self._estimated(rows)  # (N, R) each
-            if self.flags.whitens:
-                advantages = masked_whiten(advantages, mask)
+            advantages, returns = advantages_of(rows, settings)  # (N, R) each
             for term in self.terms:
                 advantages = advantages + term(rows)
+        generator = shared_generator(self.seed, step, 0, SELECTION)
         experience = Experience(
             **vars(rows),
             advantages=advantages,
             returns=returns,
-            loss_weights=self._loss_weights(rows),
-            selected=self._selected_tokens(rows, advantages, step),
+            loss_weights=token_weights(rows, settings),
+            selected=selected_tokens(rows, advantages, settings, generator),
         )
         if step > self.warmup_rollouts and rows.ref_logprobs is not None:
             kl = kl_k1(rows.policy_logprobs, rows.ref_logprobs)
-            mean_kl = masked_sum(kl, mask) / mask.sum().clamp_min(1)
+            mean_kl = masked_sum(kl, rows.response_mask) / rows.response_mask.sum().clamp_min(1)
             self.kl_coef.update(float(mean_kl), int(rows.has_score.sum()))
         return experience
 
-    def _estimated(self, rows: RewardedRollout) -> tuple[Tensor, Tensor]:
-        """Advantages and returns by `--advantage_estimator`, (N, R) each."""
-        flags = self.flags
-        baselines = None
-        if rows.baselines is not None:
-            baselines = self.scaled_and_clipped(rows.baselines)
-        assert rows.penalised_scores is not None
-        scores = rows.penalised_scores
-        if flags.advantage_estimator == "gdpo":
-            scores = rows.scores
-        inputs = AdvantageInputs(
-            rewards=rows.rewards,
-            values=rows.values,
-            response_mask=rows.response_mask,
-            groups=rows.groups,
-            baselines=baselines,
-            gamma=flags.gamma,
-            lam=flags.gae_lambda,
-            normalise_std=flags.normalize_group_std,
-            batch_std=flags.group_std == "batch",
-            scores=scores,
-            source_scores=rows.source_scores,
-            source_weights=torch.tensor(
-                self.source_weights, dtype=torch.float64, device=scores.device
-            ),
-        )
-        if self.early_rewards is not None and flags.advantage_estimator in _OF_WHOLE_ROWS:
-            early = self._scaled_early_rewards(self.early_rewards, rows)
-            return self.early_rewards.estimate(self.estimate, inputs, early)
-        advantages, returns = self.estimate(inputs)
-        return advantages, returns
+    @property
+    def settings(self) -> AdvantageSettings:
+        """The constants of the experience in hand, with those that adapt."""
+        divisor = None
+        if self.flags.normalize_rewards == "running":
+            divisor = self.running.divisor
+        return replace(self.first_settings, score_divisor=divisor, kl_coef=self.used_kl_coef)
 
-    def _loss_weights(self, rows: RewardedRollout) -> Tensor:
-        """The weight of each token in the policy loss, (N, R) fp32: 1 on response tokens, times the
-        importance weight (`--importance_correction`), and 0 where the entropy is too low
-        (`--high_entropy_share`)."""
-        flags = self.flags
-        weights = rows.response_mask.float()
-        if flags.importance_correction != "none":
-            assert rows.old_logprobs is not None
-            weights = weights * importance_weights(
-                rows.old_logprobs,
-                rows.rollout_logprobs,
-                rows.response_mask,
-                level=flags.importance_correction,
-                mode=flags.importance_mode,
-                cap=flags.importance_cap,
-                floor=flags.importance_floor,
-            )
-        if flags.high_entropy_share < 1:
-            assert rows.entropies is not None
-            weights = weights * high_entropy_tokens(
-                rows.entropies, rows.loss_mask, flags.high_entropy_share
-            )
-        return weights
+    def _crediting_early_rewards(
+        self, early_rewards: EarlyRewards, rows: RewardedRollout
+    ) -> AdvantageSettings:
+        """The settings with an estimator of whole rows that credits each token with what is
+        received from it on."""
+        settings = self.settings
+        early = self._scaled_early_rewards(early_rewards, rows)
 
-    def _selected_tokens(
-        self, rows: RewardedRollout, advantages: Tensor, step: int
-    ) -> Tensor | None:
-        """The tokens that the covariance losses act on, (N, R) bool; None with other losses.
+        def estimate(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+            return early_rewards.estimate(settings.estimate, inputs, early)
 
-        They are chosen among all tokens of the PPO step, by the log-probs of the policy that
-        sampled them, so the choice depends neither on micro-batches nor on ranks.
-        """
-        flags = self.flags
-        if not flags.selects_tokens:
-            return None
-        assert rows.old_logprobs is not None
-        mask = rows.loss_mask
-        covariances = token_covariances(advantages, rows.old_logprobs, mask)
-        share = flags.covariance_share
-        if flags.policy_loss == "kl_cov":
-            return kl_cov_tokens(covariances, mask, share)
-        generator = shared_generator(self.seed, step, 0, SELECTION)
-        return clip_cov_tokens(covariances, mask, share, *CLIP_COV_BOUNDS, generator)
+        return replace(settings, estimate=estimate)
 
     def _scaled_early_rewards(self, early_rewards: EarlyRewards, rows: ScoredRollout) -> Tensor:
         """The early rewards after scaling, (N, R) fp32; 0 in rows without a score."""
@@ -286,7 +255,7 @@ class AdvantageComputation:
 
     def scaled_and_clipped(self, scores: Tensor) -> Tensor:
         """Scores after scaling and clipping, (N,) fp32."""
-        return clip_scores(self.scaled(scores), self.score_clip)
+        return scaled_and_clipped(scores, self.settings)
 
     def scaled(self, scores: Tensor) -> Tensor:
         """Scores after scaling, (N,) fp32."""

@@ -7,7 +7,7 @@ micro-batches of all ranks is the loss of the step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
@@ -16,14 +16,13 @@ from torch import Tensor
 from dschat_ppo.algorithms.actor_critic_losses import (
     POLICY_LOSSES,
     PolicyLossSettings,
-    PolicyTerms,
     TokenLosses,
     value_losses,
 )
 from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs, gae
 from dschat_ppo.algorithms.aggregation import aggregate
-from dschat_ppo.algorithms.correction import off_policy_rows
 from dschat_ppo.algorithms.kl import kl_k3
+from dschat_ppo.algorithms.step import LossSettings, actor_loss, policy_objective
 from dschat_ppo.common import dist
 from dschat_ppo.common.own_functions import function_named
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
@@ -82,6 +81,29 @@ KL_OF_UPDATE = "policy/kl_k3"
 LARGEST_LOG_RATIO = "policy/counted_log_ratio_abs_max"
 
 
+def loss_settings(flags: AlgorithmFlags) -> LossSettings:
+    """The constants of the actor's loss at the start of a run."""
+    clip_eps_low = flags.clip_eps_low
+    if clip_eps_low is None:
+        clip_eps_low = flags.clip_eps
+    clip_eps_high = flags.clip_eps_high
+    if clip_eps_high is None:
+        clip_eps_high = flags.clip_eps
+    return LossSettings(
+        policy_loss=function_named("--policy_loss", flags.policy_loss, POLICY_LOSSES),
+        policy_loss_settings=PolicyLossSettings(
+            clip_eps_low=clip_eps_low,
+            clip_eps_high=clip_eps_high,
+            dual_clip=flags.dual_clip,
+            sapo_tau_positive=flags.sapo_tau_positive,
+            sapo_tau_negative=flags.sapo_tau_negative,
+        ),
+        off_policy_delta=flags.off_policy_delta,
+        aggregation=flags.aggregation,
+        entropy_coef=flags.entropy_coef,
+    )
+
+
 @dataclass(eq=False)
 class ActorLoss:
     """The part of the actor's loss that is averaged over tokens: the policy loss, minus the entropy
@@ -95,22 +117,7 @@ class ActorLoss:
     has_policy_loss: bool = True  # False: entropy and terms alone are minimised
 
     def __post_init__(self) -> None:
-        """Choose the policy loss, with its settings."""
-        flags = self.flags
-        self.policy_loss = function_named("--policy_loss", flags.policy_loss, POLICY_LOSSES)
-        clip_eps_low = flags.clip_eps_low
-        if clip_eps_low is None:
-            clip_eps_low = flags.clip_eps
-        clip_eps_high = flags.clip_eps_high
-        if clip_eps_high is None:
-            clip_eps_high = flags.clip_eps
-        self.settings = PolicyLossSettings(
-            clip_eps_low=clip_eps_low,
-            clip_eps_high=clip_eps_high,
-            dual_clip=flags.dual_clip,
-            sapo_tau_positive=flags.sapo_tau_positive,
-            sapo_tau_negative=flags.sapo_tau_negative,
-        )
+        self.settings = loss_settings(self.flags)
 
     def __call__(
         self,
@@ -147,39 +154,24 @@ class ActorLoss:
         if old_logprobs is None:
             old_logprobs = current.logprobs.detach()
 
-        def mean_over_step(token_losses: Tensor) -> Tensor:
-            """This micro-batch's share of the mean of (b, R) losses over the optimizer step."""
-            return aggregate(
-                token_losses, rows.loss_mask, self.flags.aggregation, minibatch.denominators
-            )
-
-        policy_terms = PolicyTerms(
-            current.logprobs, old_logprobs, rows.advantages, rows.loss_mask, rows.selected
+        settings = replace(self.settings, entropy_coef=entropy_coef)
+        policy = policy_objective(
+            current.logprobs, old_logprobs, rows, settings, minibatch.denominators
         )
-        policy = self.policy_loss(policy_terms, self.settings)  # losses (b, R)
-        weights = self._loss_weights(rows, current.logprobs, old_logprobs, sums)
-        losses = policy.losses * weights
-        loss = mean_over_step(losses)
-        if recorded is not None:
-            recorded.record(
-                rows,
-                logprobs=current.logprobs,
-                entropies=current.entropy,
-                clipped=policy.clipped,
-                losses=losses,
-                trained=rows.response_mask,
-            )
+        policy_loss = policy.loss
         if not self.has_policy_loss:
             # The loss is computed all the same: its ratios and clipped tokens are recorded.
-            loss = loss.new_zeros(())
+            policy_loss = torch.zeros_like(policy_loss)
         # a metric is the sum of losses over the sum of counts: 1 over all micro-batches of a step
-        count = loss.new_full((), minibatch.metric_weight)
-        sums.add_sum("policy/loss", loss, count)
+        count = policy_loss.new_full((), minibatch.metric_weight)
+        sums.add_sum("policy/loss", policy_loss, count)
         sums.add_mean("policy/entropy", current.entropy.detach(), rows.response_mask)
-        _record_ratios(rows, policy, current.logprobs, old_logprobs, sums)
+        if policy.kept_rows is not None:
+            left_out = 1 - policy.kept_rows.float()
+            sums.add_mean("policy/off_policy_share", left_out, rows.loss_mask.any(dim=1))
+        _record_ratios(rows, policy.unweighted, current.logprobs, old_logprobs, sums)
 
-        if entropy_coef > 0:
-            loss = loss - entropy_coef * mean_over_step(current.entropy)
+        means_of_terms = []
         divergences = iter(current.divergences)
         for term, distributions_of_term in zip(self.terms, distributions, strict=True):
             actor_pass = ActorPass(
@@ -188,23 +180,27 @@ class ActorLoss:
                 entropy=current.entropy,
                 divergences=[next(divergences) for _ in distributions_of_term],
             )
-            mean = mean_over_step(term.token_losses(rows, actor_pass))
+            mean = aggregate(
+                term.token_losses(rows, actor_pass),
+                rows.loss_mask,
+                settings.aggregation,
+                minibatch.denominators,
+            )
             sums.add_sum(term.metric, mean, count)
-            loss = loss + term.coef * mean
+            means_of_terms.append((term.coef, mean))
+        loss = actor_loss(
+            policy_loss, current.entropy, means_of_terms, rows, settings, minibatch.denominators
+        )
+        if recorded is not None:
+            recorded.record(
+                rows,
+                logprobs=current.logprobs,
+                entropies=current.entropy,
+                clipped=policy.unweighted.clipped,
+                losses=policy.losses,
+                trained=rows.response_mask,
+            )
         return loss
-
-    def _loss_weights(
-        self, rows: Experience, logprobs: Tensor, old_logprobs: Tensor, sums: MetricSums
-    ) -> Tensor:
-        """The weight of each token's policy loss, (b, R): that of the experience; with
-        `--off_policy_delta`, responses that the policy has moved too far from weigh 0."""
-        delta = self.flags.off_policy_delta
-        if delta is None:
-            return rows.loss_weights
-        mask = rows.loss_mask
-        keep = off_policy_rows(logprobs, old_logprobs, rows.advantages, mask, delta)  # (b,)
-        sums.add_mean("policy/off_policy_share", 1 - keep.float(), mask.any(dim=1))
-        return rows.loss_weights * keep.unsqueeze(1)
 
 
 def _record_ratios(

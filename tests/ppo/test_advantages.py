@@ -178,7 +178,7 @@ def test_importance_weights_are_factors_of_the_token_losses():
 @pytest.fixture
 def wide_bounds(monkeypatch):
     """Few tokens of a small batch have a covariance within the bounds of the paper."""
-    monkeypatch.setattr("dschat_ppo.ppo.advantages.CLIP_COV_BOUNDS", (-100.0, 100.0))
+    monkeypatch.setattr("dschat_ppo.algorithms.step.CLIP_COV_BOUNDS", (-100.0, 100.0))
 
 
 TRUNCATED_TOO = {

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 
+from dschat_ppo.algorithms import step
 from dschat_ppo.common import dist
 from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.cli import parse
@@ -24,7 +25,6 @@ from dschat_ppo.models.loading import changes_to_train, load_causal_lm
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.ppo import advantages
 from dschat_ppo.rewards.reward_source import RewardMixture
 from dschat_ppo.supervised.sft import further_engines, sft_objective, sft_terms
 from dschat_ppo.supervised.train_preference import OBJECTIVES, load_trained_model
@@ -327,7 +327,7 @@ def ppo(
 
 def main() -> None:
     # few tokens of this batch are within those of the paper
-    advantages.CLIP_COV_BOUNDS = -9.0, 9.0
+    step.CLIP_COV_BOUNDS = -9.0, 9.0
     launch, assets, out = sys.argv[-3], Path(sys.argv[-2]), Path(sys.argv[-1])
     _, shared, cases = LAUNCHES[launch]
     dist.share_rows(shared)
