@@ -41,8 +41,8 @@ setup(
         "console_scripts": [
             f"dschat-{name} = dschat_ppo.__main__:installed"
             for name in (
-                "sft reward dpo ppo chat data env evaluate explain export plan replay report"
-                " serve-reward"
+                "sft reward dpo ppo algorithm chat data env evaluate explain export plan replay"
+                " report serve-reward"
             ).split()
         ]
     },

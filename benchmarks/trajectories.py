@@ -17,7 +17,7 @@ in the middle, also inside a PPO step, into new output folders; later metrics an
 be those of the recording.
 
 A recording holds for one machine and one set of libraries. The exit code is 1 if something differs,
-and the first difference is named.
+and each difference is named.
 """
 
 from __future__ import annotations
@@ -403,7 +403,7 @@ def main() -> int:
                 chosen.json.write_text(text + "\n", encoding="utf-8")
             found = list(compare(runs, before["runs"])) if before else []
     if found:
-        print(f"{len(found)} differences, the first: {found[0]}")
+        print(f"{len(found)} differences:", *found, sep="\n  ")
     elif before:
         print("no difference")
     return 1 if found else 0

@@ -230,7 +230,7 @@ POLICY_LOSSES: dict[str, Callable[[PolicyTerms, PolicyLossSettings], TokenLosses
 def value_losses(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip_eps: float
 ) -> tuple[Tensor, Tensor]:
-    """`0.5 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2)` for each token; all (B, R).
+    """`0.5 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2)` of each token; all (B, R).
 
     The clipping of Schulman's PPO implementation (baselines `ppo2`, 2017), as in Ouyang et al.
     2022. `old_values` are those when the rollout was scored; `clip_eps` 0 turns clipping off.

@@ -36,7 +36,6 @@ from dschat_ppo.ppo.rollouts import RolloutExtension
 from dschat_ppo.ppo.rounds import rounds_of_run
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests, further_passes
 from dschat_ppo.ppo.state import PPOState
-from dschat_ppo.ppo.token_losses import RecordedTokens
 from dschat_ppo.ppo.token_records import StepTokens, token_records_of
 from dschat_ppo.ppo.update import PPOUpdate
 from dschat_ppo.rewards.reward_source import RewardMixture
@@ -213,14 +212,14 @@ class PPOComponents:
             return rows
         self.engines.train()
         [minibatch] = self.mini_dataset.minibatches(rows, 1, step)
-        values = RecordedTokens(["values"])
-        objective = self.updates.critic_objective(minibatch, values)
+        objective = self.updates.critic_objective(minibatch, step)
+        assert objective.recorded is not None
         with self.clock.phase("train"), block("train critic"), self.clock.part("critic"):
             gradients = accumulate(
                 objective.engine, objective.step_loss.all_batches, objective.step_loss
             )
         self.state.critic_pass = replace(objective, gradients=gradients)
-        return replace(rows, values=values.gathered("values", rows))
+        return replace(rows, values=objective.recorded.gathered("values", rows))
 
     def is_unscored(self, rows: ScoredRollout, step: int) -> bool:
         """Whether no row of a PPO step has a score; then the step has no updates. `UserError` at
@@ -294,8 +293,10 @@ class PPOComponents:
         state = self.state
         if state.experience is None:
             return
+        # a resumed run knows the KL coefficient of this step by its metric alone
         kl_coef = state.metrics["kl/coef"]
-        step_tokens = StepTokens(step, state.experience, state.update_tokens, kl_coef)
+        settings = replace(self.advantage_computation.settings, kl_coef=kl_coef)
+        step_tokens = StepTokens(step, state.experience, state.update_tokens, settings)
         for record in self.token_records:
             if record.is_due(step):
                 dist.on_main(partial(record.write, step_tokens))

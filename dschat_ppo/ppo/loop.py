@@ -106,7 +106,7 @@ def update(ppo: PPOComponents, minibatch: MiniBatch, step: int) -> None:
     if ppo.engines.critic is not None:
         # clipped squared error of the values; on-policy the pass that is already made, with its
         # gradients
-        objectives.append(ppo.state.critic_pass or ppo.updates.critic_objective(minibatch))
+        objectives.append(ppo.state.critic_pass or ppo.updates.critic_objective(minibatch, step))
 
     outcome = ppo.updates.minimise(objectives, step)  # forward, backward, clipping, AdamW
     if "actor" in outcome.grad_norms:

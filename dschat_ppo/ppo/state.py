@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 
 from dschat_ppo.common import dist
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.ppo.token_losses import RecordedTokens
 from dschat_ppo.ppo.token_records import UpdateTokens
 from dschat_ppo.ppo.update import EngineObjective, Outcome
 from dschat_ppo.types import Experience, record_of, tensors_of, to_device
@@ -70,9 +68,7 @@ class PPOState:
         step also gives the log ratios of a policy that has not moved yet. Collective in the first
         one, and with a record."""
         self.critic_pass = None
-        if outcome.actor is not None and outcome.actor.recorded is not None:
-            is_applied = "actor" in outcome.grad_norms
-            self._keep_tokens(outcome.actor.recorded, outcome.actor.step_loss.constants, is_applied)
+        self._keep_tokens(outcome)
         for sums in outcome.sums:
             # ranks that share rows count each of them once
             self.sums.merge(sums.scaled(1 / dist.ranks_of_row()))
@@ -92,19 +88,30 @@ class PPOState:
             self.actor_updates += 1
         self.updates_ended = outcome.ends_step
 
-    def _keep_tokens(
-        self, recorded: RecordedTokens, constants: Mapping[str, Any], is_applied: bool
-    ) -> None:
-        """Keep old log-probs that an update has computed, and, if it was applied, its tokens for a
-        record. Collective."""
+    def _keep_tokens(self, outcome: Outcome) -> None:
+        """Keep old log-probs that an update has computed, and, if the actor's was applied, the
+        tokens of the update for a record. Collective."""
+        actor = outcome.objectives.get("actor")
+        if actor is None or actor.recorded is None:
+            return
         assert self.experience is not None
-        tokens = {name: recorded.gathered(name, self.experience) for name in recorded.names}
+        tokens = actor.recorded.of_all_names(self.experience)
         if self.experience.old_logprobs is None:
             self.experience = replace(self.experience, old_logprobs=tokens["logprobs"])
-        if "losses" in tokens and is_applied:
-            self.update_tokens.append(
-                UpdateTokens(tokens, constants["denominators"], constants["entropy_coef"])
+        if "losses" not in tokens or "actor" not in outcome.grad_norms:
+            return
+        critic = outcome.objectives.get("critic")
+        if critic is not None and critic.recorded is not None:
+            tokens |= critic.recorded.of_all_names(self.experience)
+        constants = actor.step_loss.constants
+        self.update_tokens.append(
+            UpdateTokens(
+                tokens=tokens,
+                denominators=constants["denominators"],
+                value_tokens=constants["value_tokens"],
+                entropy_coef=constants["entropy_coef"],
             )
+        )
 
     def finish_step(self, metrics: dict[str, float]) -> None:
         """Count the PPO step in flight as finished."""

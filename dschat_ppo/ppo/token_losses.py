@@ -33,9 +33,11 @@ from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.types import Experience, MinimumLength, Model, RewardedRollout, Rollout
 
 # what the actor's pass of an update gives for each response token: log-probs and entropies of the
-# policy in training, whether the clip changed the gradient, the weighted losses, and 1 for tokens
-# that the update saw
-TOKENS_OF_UPDATE = ("logprobs", "entropies", "clipped", "losses", "trained")
+# policy in training, whether the clip changed the gradient, the weighted losses, 1 for tokens that
+# the update saw, and the gradient of the step's loss
+TOKENS_OF_ACTOR = ("logprobs", "entropies", "clipped", "losses", "trained", "logprob_gradients")
+# what the critic's pass gives: its values, and the gradient of the step's loss
+TOKENS_OF_CRITIC = ("values", "value_gradients")
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,35 @@ class RecordedTokens:
     def record(self, rows: RewardedRollout, **tokens: Tensor) -> None:
         """Keep what a pass gives for a micro-batch, (b, R) each. A second pass over the same one
         replaces it."""
-        recorded = {name: tokens[name].detach().float() for name in self.names}
+        recorded = {}
+        for name in self.names:
+            if name in tokens:
+                recorded[name] = tokens[name].detach().float()
         self._micro_batches[id(rows)] = (rows, recorded)
+
+    def record_gradient(
+        self, rows: RewardedRollout, name: str, tokens: Tensor, loss: Tensor
+    ) -> None:
+        """Keep the gradient of the micro-batch's `loss`, a scalar, with respect to `tokens` (b, R)
+        under this `name`, once the backward pass computes it. What that pass multiplies the loss by
+        is divided out."""
+        if name not in self.names:
+            return
+        _, recorded = self._micro_batches[id(rows)]
+        recorded[name] = torch.zeros_like(tokens, requires_grad=False)
+        if not (loss.requires_grad and tokens.requires_grad):
+            return
+        factors: list[Tensor] = []
+        loss.register_hook(factors.append)
+
+        def keep(gradient: Tensor) -> None:
+            recorded[name] = gradient.float() / factors[-1]
+
+        tokens.register_hook(keep)
+
+    def of_all_names(self, rows: Rollout) -> dict[str, Tensor]:
+        """The numbers of each name, as `gathered`. Collective."""
+        return {name: self.gathered(name, rows) for name in self.names}
 
     def gathered(self, name: str, rows: Rollout) -> Tensor:
         """The recorded numbers of this name, of all ranks, (N, R) fp32 on the device of `rows`, 0
@@ -138,7 +167,7 @@ class ActorLoss:
             minibatch: holds the denominators, which are those of the whole optimizer step.
             entropy_coef: weight of the entropy bonus; 0: entropy has no gradient.
             sums: takes the metrics.
-            recorded: takes the numbers of `TOKENS_OF_UPDATE` of this pass.
+            recorded: takes the numbers of `TOKENS_OF_ACTOR` of this pass.
         """
         distributions = [term.distributions(rows) for term in self.terms]
         current = response_logprobs(
@@ -200,6 +229,7 @@ class ActorLoss:
                 losses=policy.losses,
                 trained=rows.response_mask,
             )
+            recorded.record_gradient(rows, "logprob_gradients", current.logprobs, loss)
         return loss
 
 
@@ -246,7 +276,7 @@ def critic_loss(
         minibatch: holds the denominator, which is that of the whole optimizer step.
         flags: discount, lambda, and how far values may move before they are clipped.
         sums: takes the metrics.
-        recorded: takes the values of this pass.
+        recorded: takes the numbers of `TOKENS_OF_CRITIC` of this pass.
     """
     mask = rows.response_mask
     values = response_values(critic, rows, minibatch.passes.pass_rows(critic, rows))
@@ -270,6 +300,8 @@ def critic_loss(
         _, returns = gae(inputs)
     losses, clipped = value_losses(values, old_values, returns, mask, flags.value_clip_eps)
     loss = losses.sum() / minibatch.value_tokens
+    if recorded is not None:
+        recorded.record_gradient(rows, "value_gradients", values, loss)
     sums.add_sum("value/loss", loss, loss.new_full((), minibatch.metric_weight))
     sums.add_mean("value/clip_fraction", clipped.float(), mask)
     return loss

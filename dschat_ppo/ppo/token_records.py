@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from dschat_ppo.algorithms.step import AdvantageSettings
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.features import hooks
 from dschat_ppo.types import Experience
@@ -16,17 +17,20 @@ from dschat_ppo.types import Experience
 
 @dataclass(frozen=True)
 class UpdateTokens:
-    """What an update of the actor computed for the tokens of its PPO step.
+    """What an update of the actor, and of the critic where there is one, computed for the tokens of
+    its PPO step.
 
     Attributes:
-        tokens: of `TOKENS_OF_UPDATE`, by name, (N, R) fp32 each; 0 for tokens that the update did
-            not see.
+        tokens: of `TOKENS_OF_ACTOR`, and of `TOKENS_OF_CRITIC` with a critic, by name, (N, R) fp32
+            each; 0 for tokens that the update did not see.
         denominators: those of the policy loss, by name.
+        value_tokens: denominator of the value loss.
         entropy_coef: weight of the entropy bonus.
     """
 
     tokens: dict[str, Tensor]
     denominators: dict[str, float]
+    value_tokens: float
     entropy_coef: float
 
 
@@ -38,13 +42,13 @@ class StepTokens:
         step: its number.
         experience: the rows of all ranks, (N, R).
         updates: those that were applied to the actor.
-        kl_coef: weight of the KL penalty in the rewards.
+        settings: constants of its rewards and advantages, with those that adapt.
     """
 
     step: int
     experience: Experience
     updates: Sequence[UpdateTokens]
-    kl_coef: float
+    settings: AdvantageSettings
 
 
 @dataclass(frozen=True)

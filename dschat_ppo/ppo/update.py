@@ -4,7 +4,7 @@ update."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -29,7 +29,8 @@ from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.token_losses import (
     KL_OF_UPDATE,
     LARGEST_LOG_RATIO,
-    TOKENS_OF_UPDATE,
+    TOKENS_OF_ACTOR,
+    TOKENS_OF_CRITIC,
     ActorLoss,
     RecordedTokens,
     critic_loss,
@@ -57,8 +58,8 @@ class Outcome:
     grad_norms: dict[str, float]  # by role, of the updates that were applied
     sums: list[MetricSums]  # metrics of the updates that were applied
     ends_step: bool = False  # a limit ends the updates of this PPO step
-    # the actor's, if its gradients are finite, with what its pass has recorded
-    actor: EngineObjective | None = None
+    # by role, those whose gradients are finite, with what their passes have recorded
+    objectives: Mapping[str, EngineObjective] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -110,8 +111,8 @@ class PPOUpdate:
         Collective."""
         entropy_coef = self.entropy_coef.value
         recorded = None
-        if any(record.is_due(step) for record in self.token_records):
-            recorded = RecordedTokens(TOKENS_OF_UPDATE)
+        if self._is_recorded(step):
+            recorded = RecordedTokens(TOKENS_OF_ACTOR)
         elif minibatch.micro_batches[0].old_logprobs is None:
             recorded = RecordedTokens(["logprobs"])
 
@@ -138,13 +139,18 @@ class PPOUpdate:
     def critic_objective(
         self,
         minibatch: MiniBatch[RewardedRollout] | MiniBatch[Experience],
-        recorded: RecordedTokens | None = None,
+        step: int,
     ) -> EngineObjective:
-        """The value loss of the `minibatch`; nothing is computed yet. `recorded` receives the
-        values of the pass, where scoring has computed none."""
+        """The value loss of the `minibatch` of a PPO step; nothing is computed yet. The values of
+        the pass are kept where scoring has computed none."""
         critic = self.engines.critic
         flags = self.config.algorithm
         assert critic is not None
+        recorded = None
+        if self._is_recorded(step):
+            recorded = RecordedTokens(TOKENS_OF_CRITIC)
+        elif minibatch.micro_batches[0].values is None:
+            recorded = RecordedTokens(["values"])
 
         def of_rows(rows: RewardedRollout, sums: MetricSums) -> Tensor:
             return critic_loss(critic, rows, minibatch, flags, sums, recorded)
@@ -157,6 +163,10 @@ class PPOUpdate:
             constants=_constants(minibatch),
         )
         return EngineObjective("critic", critic, step_loss, recorded)
+
+    def _is_recorded(self, step: int) -> bool:
+        """Whether a record of the tokens of this PPO step is due."""
+        return any(record.is_due(step) for record in self.token_records)
 
     def minimise(self, objectives: Sequence[EngineObjective], step: int) -> Outcome:
         """Forward, backward and one update of each engine of the `objectives`, of which that of the
@@ -171,7 +181,7 @@ class PPOUpdate:
         """
         outcome = Outcome({}, [])  # `_record_result` fills it
         flags = self.config.algorithm
-        actor: EngineObjective | None = None
+        finite: dict[str, EngineObjective] = {}  # by role
         # the gradients of a pass that is already made are in memory: their update comes first
         with_gradients = [each for each in objectives if each.gradients is not None]
         without_gradients = [each for each in objectives if each.gradients is None]
@@ -179,8 +189,9 @@ class PPOUpdate:
         with self.clock.phase("train"):
             for objective in [*with_gradients, *without_gradients]:
                 gradients = self._gradients_of(objective)
+                if gradients.fault is None:
+                    finite[objective.role] = objective
                 if objective.role == "actor" and gradients.fault is None:
-                    actor = objective
                     refused = "--max_log_ratio: the update is not applied"
                     if _is_above(
                         flags.max_log_ratio, LARGEST_LOG_RATIO, objective.step_loss.sums, refused
@@ -202,7 +213,7 @@ class PPOUpdate:
                 consequence = "--target_kl: it was the PPO step's last update"
                 actor_sums = objectives[0].step_loss.sums
                 ends_step = _is_above(flags.target_kl, KL_OF_UPDATE, actor_sums, consequence)
-        return Outcome(outcome.grad_norms, outcome.sums, ends_step, actor)
+        return Outcome(outcome.grad_norms, outcome.sums, ends_step, finite)
 
     def _gradients_of(self, objective: EngineObjective) -> Gradients[Any]:
         """The gradients of the pass that is already made, else of one that is made here."""

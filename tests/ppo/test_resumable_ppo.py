@@ -23,7 +23,7 @@ from dschat_ppo.ppo.evaluation import HIGHEST_SCORE
 from dschat_ppo.ppo.followers import Follower
 from dschat_ppo.ppo.resumable import ResumablePPO
 from dschat_ppo.ppo.state import PPOState
-from dschat_ppo.ppo.token_losses import TOKENS_OF_UPDATE, RecordedTokens
+from dschat_ppo.ppo.token_losses import TOKENS_OF_ACTOR, RecordedTokens
 from dschat_ppo.ppo.update import Outcome
 
 BEGINS = ": was off when the checkpoint was saved, so it starts from scratch\n"
@@ -166,17 +166,18 @@ def test_what_was_off_starts_from_the_flags(capsys):
 def test_the_tokens_of_an_update_are_kept_if_it_was_applied_and_its_log_probs_always(grad_norms):
     """As after an overflow in fp16, whose step is skipped."""
     rows = replace(experience(range(3)), row_indices=torch.arange(3), old_logprobs=None)
-    recorded = RecordedTokens(TOKENS_OF_UPDATE)
+    recorded = RecordedTokens(TOKENS_OF_ACTOR)
     numbers = torch.full(rows.response_mask.shape, 3.0)
-    recorded.record(rows, **dict.fromkeys(TOKENS_OF_UPDATE, numbers))
-    constants = {"denominators": {"tokens": 5.0}, "entropy_coef": 0.5}
+    recorded.record(rows, **dict.fromkeys(TOKENS_OF_ACTOR, numbers))
+    constants = {"denominators": {"tokens": 5.0}, "value_tokens": 6.0, "entropy_coef": 0.5}
     actor = SimpleNamespace(recorded=recorded, step_loss=SimpleNamespace(constants=constants))
     state = PPOState()
     state.begin_updates(rows, {})
-    state.count_update(Outcome(grad_norms, [], actor=actor))
+    state.count_update(Outcome(grad_norms, [], objectives={"actor": actor}))
     expected = torch.where(rows.response_mask, 3.0, 0.0)
     assert torch.equal(state.experience.old_logprobs, expected)
     assert len(state.update_tokens) == len(grad_norms)
     for update in state.update_tokens:
         assert torch.equal(update.tokens["losses"], expected)
         assert (update.denominators, update.entropy_coef) == ({"tokens": 5.0}, 0.5)
+        assert update.value_tokens == 6.0

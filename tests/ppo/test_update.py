@@ -309,7 +309,8 @@ def test_without_old_values_the_targets_follow_from_those_of_the_pass(monkeypatc
 # One optimizer step; engines are stand-ins
 
 
-ROWS = [SimpleNamespace(old_logprobs=torch.zeros(1)) for _ in range(2)]  # stand for micro-batches
+# stand for micro-batches
+ROWS = [SimpleNamespace(old_logprobs=torch.zeros(1), values=torch.zeros(1)) for _ in range(2)]
 STEP = MiniBatch(ROWS, Denominators(3.0, 2.0, 9.0), 5.0, 0.25)
 CONSTANTS = {
     "denominators": {"tokens": 3.0, "rows": 2.0, "constant": 9.0},
@@ -378,7 +379,7 @@ def one_step(monkeypatch, words="", actor=GOOD, critic=GOOD, policy=None, log_ra
     policy = policy or NonFinitePolicy(config.safety)
     roles = SimpleNamespace(actor=Named("actor"), critic="critic", frozen=lambda role: role)
     updates = PPOUpdate(config, None, roles, {}, FixedCoefficient(0.01), policy, PhaseClock())
-    objectives = [updates.actor_objective(STEP, 3), updates.critic_objective(STEP)]
+    objectives = [updates.actor_objective(STEP, 3), updates.critic_objective(STEP, 3)]
     outcome = updates.minimise(objectives, 3)
     measured = sorted(
         name for sums in outcome.sums for name in sums.reduce() if name.endswith("/seen")
@@ -486,7 +487,7 @@ def test_gradients_of_the_critic_that_wait_are_dropped_with_a_forbidden_aligned_
         PhaseClock(),
     )
     critic = replace(
-        updates.critic_objective(STEP), gradients=SimpleNamespace(engine="critic", fault=None)
+        updates.critic_objective(STEP, 3), gradients=SimpleNamespace(engine="critic", fault=None)
     )
     assert updates.minimise([updates.actor_objective(STEP, 3), critic], 3).ends_step
     assert engines.done == ["actor gradients", "actor refused", "critic refused"]

@@ -76,7 +76,7 @@ def update_once(
     """One optimizer step of actor and critic; the metrics of what is applied go to `sums`."""
     objectives = [ppo.updates.actor_objective(minibatch, step)]
     if ppo.engines.critic is not None:
-        objectives.append(ppo.state.critic_pass or ppo.updates.critic_objective(minibatch))
+        objectives.append(ppo.state.critic_pass or ppo.updates.critic_objective(minibatch, step))
     outcome = ppo.updates.minimise(objectives, step)
     for part in outcome.sums:
         sums.merge(part)

@@ -77,7 +77,7 @@ class RecordedRow:
         pieces: the text of each of the n tokens after the prompt.
         tokens: name -> n numbers, of `TOKEN_COLUMNS`; a column that the run did not need is absent.
         updates: for each update of the actor that was applied, name -> n numbers, of
-            `TOKENS_OF_UPDATE`.
+            `TOKENS_OF_ACTOR` and `TOKENS_OF_CRITIC`.
         of_row: name -> number of the row, of `ROW_COLUMNS`.
         group: the scores of the responses to its prompt; None where it has no score.
     """
@@ -102,9 +102,10 @@ class RecordedStep:
         samples: indices of the responses in `samples.jsonl`, in its order.
         flags: flag -> value, of the algorithm.
         sources: names of the reward sources.
-        constants: `kl_coef`; `aggregation` of the losses of tokens; `updates`, for each its
-            denominators and the entropy coefficient; `whitening`, the tokens, mean and deviation of
-            the advantages before they were whitened, or None.
+        constants: `kl_coef`; `score_divisor` of a running scale and `source_weights` of gdpo, or
+            None; `aggregation` of the losses of tokens; `updates`, for each its denominators and
+            the entropy coefficient; `whitening`, the tokens, mean and deviation of the advantages
+            before they were whitened, or None.
     """
 
     step: int

@@ -31,7 +31,7 @@ from dschat_ppo.features.explain.record_files import (
 )
 from dschat_ppo.features.explain.token_pieces import pieces_of
 from dschat_ppo.ppo.samples import SAMPLES_PER_STEP, is_sampled, sampled_rows
-from dschat_ppo.ppo.token_records import StepTokens, TokenRecord
+from dschat_ppo.ppo.token_records import StepTokens, TokenRecord, UpdateTokens
 from dschat_ppo.types import Experience
 
 
@@ -79,6 +79,7 @@ class RecordWriter:
     def write(self, step_tokens: StepTokens) -> None:
         """Write the file of a PPO step. `StorageError` if it cannot be written."""
         rows = step_tokens.experience
+        settings = step_tokens.settings
         samples = sampled_rows(rows, SAMPLES_PER_STEP)
         indices = samples
         if self._is_whole(step_tokens.step):
@@ -92,12 +93,11 @@ class RecordWriter:
             "sources": self.sources,
             "groups": group_scores(rows),
             "constants": {
-                "kl_coef": step_tokens.kl_coef,
+                "kl_coef": settings.kl_coef,
+                "score_divisor": settings.score_divisor,
+                "source_weights": settings.source_weights,
                 "aggregation": self.config.algorithm.aggregation,
-                "updates": [
-                    {"denominators": update.denominators, "entropy_coef": update.entropy_coef}
-                    for update in step_tokens.updates
-                ],
+                "updates": [constants_of(update) for update in step_tokens.updates],
                 "whitening": self._whitening(rows),
             },
         }
@@ -161,6 +161,15 @@ class RecordWriter:
         mean = masked_sum(advantages, mask) / count
         variance = masked_sum((advantages - mean) ** 2, mask) / count
         return {"tokens": int(count), "mean": float(mean), "std": float(variance.sqrt())}
+
+
+def constants_of(update: UpdateTokens) -> dict[str, Any]:
+    """The constants of an update, for the header of a file."""
+    return {
+        "denominators": update.denominators,
+        "value_tokens": update.value_tokens,
+        "entropy_coef": update.entropy_coef,
+    }
 
 
 def group_scores(rows: Experience) -> dict[int, dict[str, list[float]]]:

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from dschat_ppo.algorithms.advantage_estimators import ESTIMATORS
 from dschat_ppo.features.explain import report_parts
 from dschat_ppo.features.explain.explained_tokens import explained_tokens
-from dschat_ppo.features.explain.programs import main
+from dschat_ppo.features.explain.programs import explain_main as main
 from dschat_ppo.features.explain.record_files import encoded_texts, read_step
 from dschat_ppo.features.explain.sentences import SENTENCES, advantage_sentence
 from dschat_ppo.html_report.page import write_report
@@ -252,8 +252,8 @@ def test_the_first_and_the_newest_steps_stay_in_a_report(tmp_path, monkeypatch):
 def test_explaining_imports_no_torch(tmp_path):
     write_record(tmp_path)
     code = (
-        "import sys; from dschat_ppo.features.explain.programs import main;"
-        f" main([{str(tmp_path)!r}, '--step', '1', '--row', '3']);"
+        "import sys; from dschat_ppo.features.explain.programs import explain_main;"
+        f" explain_main([{str(tmp_path)!r}, '--step', '1', '--row', '3']);"
         " assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
