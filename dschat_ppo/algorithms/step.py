@@ -253,7 +253,7 @@ def policy_objective(
     return PolicyObjective(loss, losses, unweighted, kept_rows)
 
 
-def actor_loss(
+def loss_with_terms(
     policy_loss: Tensor,
     entropy: Tensor,
     terms: Sequence[tuple[float, Tensor]],

@@ -22,11 +22,16 @@ from dschat_ppo.algorithms.actor_critic_losses import (
 from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs, gae
 from dschat_ppo.algorithms.aggregation import aggregate
 from dschat_ppo.algorithms.kl import kl_k3
-from dschat_ppo.algorithms.step import LossSettings, actor_loss, policy_objective
+from dschat_ppo.algorithms.step import LossSettings, loss_with_terms, policy_objective
 from dschat_ppo.common import dist
 from dschat_ppo.common.own_functions import function_named
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
-from dschat_ppo.models.wrapped_models import response_logprobs, response_values
+from dschat_ppo.models.wrapped_models import (
+    ResponseLogprobs,
+    Teaching,
+    response_logprobs,
+    response_values,
+)
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo.loss_terms import ActorPass, LossTerm
 from dschat_ppo.ppo.mini_dataset import MiniBatch
@@ -200,24 +205,10 @@ class ActorLoss:
             sums.add_mean("policy/off_policy_share", left_out, rows.loss_mask.any(dim=1))
         _record_ratios(rows, policy.unweighted, current.logprobs, old_logprobs, sums)
 
-        means_of_terms = []
-        divergences = iter(current.divergences)
-        for term, distributions_of_term in zip(self.terms, distributions, strict=True):
-            actor_pass = ActorPass(
-                logprobs=current.logprobs,
-                old_logprobs=old_logprobs,
-                entropy=current.entropy,
-                divergences=[next(divergences) for _ in distributions_of_term],
-            )
-            mean = aggregate(
-                term.token_losses(rows, actor_pass),
-                rows.loss_mask,
-                settings.aggregation,
-                minibatch.denominators,
-            )
-            sums.add_sum(term.metric, mean, count)
-            means_of_terms.append((term.coef, mean))
-        loss = actor_loss(
+        means_of_terms = self._means_of_terms(
+            rows, current, old_logprobs, distributions, minibatch, sums
+        )
+        loss = loss_with_terms(
             policy_loss, current.entropy, means_of_terms, rows, settings, minibatch.denominators
         )
         if recorded is not None:
@@ -231,6 +222,36 @@ class ActorLoss:
             )
             recorded.record_gradient(rows, "logprob_gradients", current.logprobs, loss)
         return loss
+
+    def _means_of_terms(
+        self,
+        rows: Experience,
+        current: ResponseLogprobs,
+        old_logprobs: Tensor,
+        distributions: Sequence[Sequence[Teaching]],
+        minibatch: MiniBatch,
+        sums: MetricSums,
+    ) -> list[tuple[float, Tensor]]:
+        """The weight of each term and this micro-batch's part in the mean of its losses."""
+        count = current.logprobs.new_full((), minibatch.metric_weight)
+        means_of_terms = []
+        divergences = iter(current.divergences)
+        for term, distributions_of_term in zip(self.terms, distributions, strict=True):
+            actor_pass = ActorPass(
+                logprobs=current.logprobs,
+                old_logprobs=old_logprobs,
+                entropy=current.entropy,
+                divergences=[next(divergences) for _ in distributions_of_term],
+            )
+            mean = aggregate(
+                term.token_losses(rows, actor_pass),
+                rows.loss_mask,
+                self.settings.aggregation,
+                minibatch.denominators,
+            )
+            sums.add_sum(term.metric, mean, count)
+            means_of_terms.append((term.coef, mean))
+        return means_of_terms
 
 
 def _record_ratios(

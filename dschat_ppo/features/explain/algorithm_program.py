@@ -26,13 +26,13 @@ from dschat_ppo.features.explain.source_texts import (
     Reached,
     import_lines,
     in_order_of_execution,
-    names_in,
+    names_read,
     package_file,
     replaced_words,
-    shortened,
     source_file,
     with_fields,
     without_dead_branches,
+    without_details,
 )
 from dschat_ppo.ppo.advantages import advantage_settings, advantage_terms, early_rewards_of
 from dschat_ppo.ppo.loss_terms import loss_terms
@@ -54,7 +54,7 @@ Not in it:
 """'''
 NEVER_IN_IT = [
     "sampling, scores and forward passes, whose results a record has",
-    "a loss of the router, further data (PTX), the optimizer",
+    "losses of the whole optimizer step, such as that of further data (PTX); the optimizer",
 ]
 # what the loop's rows are called -> the rows of the program
 ROWS = dict.fromkeys(("ScoredRollout", "RewardedRollout", "Experience"), "Rows")
@@ -85,8 +85,8 @@ def algorithm_program(config: PPOConfig) -> str:
             of one's own cannot stand in the program.
     """
     _refuse_features(config)
-    constants = _constants_of(config)
-    functions = _functions_of(config.algorithm)
+    constants = _run_constants(config)
+    functions = _chosen_functions(config.algorithm)
     reached = Reached(
         transform=lambda name, text: _text_of_run(name, text, constants, functions),
         known=frozenset(WRITTEN),
@@ -96,9 +96,9 @@ def algorithm_program(config: PPOConfig) -> str:
     reached.add(["experience", "loss_of_actor"], file)
     if config.algorithm.has_critic:
         reached.add(["loss_of_critic"], file)
-    reached.add(["run", "main"], file)
+    reached.add(["main"], file)
     rows = _definition("Rows", step_program.__name__)
-    settings = _settings(constants, list(reached.texts.values()))
+    settings = _settings_texts(constants, list(reached.texts.values()))
     for text in [rows, *settings]:
         reached.add_imports_of(text, file)
 
@@ -111,8 +111,8 @@ def algorithm_program(config: PPOConfig) -> str:
     top = "\n".join([head, "", *imports])
     end = 'if __name__ == "__main__":\n    main()'
     plain, functions_and_classes, last = in_order_of_execution(reached.texts)
-    parts = [top, rows, *settings, *plain, *functions_and_classes, *last, end]
-    return "\n\n\n".join(parts) + "\n"
+    sections = [top, rows, *settings, *plain, *functions_and_classes, *last, end]
+    return "\n\n\n".join(sections) + "\n"
 
 
 def _refuse_features(config: PPOConfig) -> None:
@@ -147,14 +147,14 @@ class _Constants:
     columns: dict[str, Any]
 
 
-def _constants_of(config: PPOConfig) -> _Constants:
+def _run_constants(config: PPOConfig) -> _Constants:
     """The constants of a run's flags."""
     flags = config.algorithm
-    given = {}
+    given_flags = {}
     for field in fields(AlgorithmFlags):
         value = getattr(flags, field.name)
         if value != field.default or field.name in ("advantage_estimator", "policy_loss"):
-            given[field.name] = value
+            given_flags[field.name] = value
     left_out = []
     for term in loss_terms(config, lambda role: None, None):  # type: ignore[arg-type, return-value]
         if term.metric != "policy/kl_loss" or flags.full_kl_loss:
@@ -184,7 +184,7 @@ def _constants_of(config: PPOConfig) -> _Constants:
     if flags.advantage_estimator != "remax":
         columns["baselines"] = None
     return _Constants(
-        flags=given,
+        flags=given_flags,
         left_out=left_out,
         settings={
             "AdvantageSettings": vars(advantages),
@@ -208,7 +208,7 @@ class _Function:
     name_here: str
 
 
-def _functions_of(flags: AlgorithmFlags) -> list[_Function]:
+def _chosen_functions(flags: AlgorithmFlags) -> list[_Function]:
     """The estimator and the policy loss of a run."""
     functions = []
     for in_loop, flag, module, name_here in (
@@ -287,7 +287,7 @@ def _conditions(
 
     def value_of(condition: ast.expr) -> bool | None:
         text = ast.unparse(condition)
-        if not set(names_in(text)) <= set(names):
+        if not set(names_read(text)) <= set(names):
             return None
         try:
             return bool(eval(text, {"__builtins__": {}}, dict(names)))
@@ -297,20 +297,20 @@ def _conditions(
     return value_of
 
 
-def _settings(constants: _Constants, texts: list[str]) -> list[str]:
+def _settings_texts(constants: _Constants, texts: list[str]) -> list[str]:
     """The classes of the settings with the fields that these texts read, and their constants."""
     everything = "\n".join(texts)
     read = set(re.findall(r"(?:settings|SETTINGS)\.(\w+)", everything))
     read |= set(re.findall(rf"^ +({'|'.join(FROM_A_RECORD)})=", everything, re.MULTILINE))
     if "replace(LOSS_SETTINGS, entropy_coef=" in everything:
         read.add("entropy_coef")
-    parts = []
+    sections = []
     values: dict[str, str] = {}
     for kind, (module, constant) in SETTINGS.items():
         used = [name for name in constants.settings[kind] if name in read]
         if constant == "UPDATE_SETTINGS" and not used:
             continue
-        parts.append(with_fields(_definition(kind, module.__name__), used))
+        sections.append(with_fields(_definition(kind, module.__name__), used))
         lines = [f"{kind}("]
         for name in used:
             text = _literal(constants.settings[kind][name])
@@ -319,10 +319,10 @@ def _settings(constants: _Constants, texts: list[str]) -> list[str]:
             lines.append(f"    {name}={text},")
         values[kind] = "\n".join([*lines, ")"])
         if constant is not None:
-            parts.append(f"{constant} = {values[kind]}")
-    parts.append(f"FLAGS = {_literal(constants.flags)}")
-    parts.append(f"LEFT_OUT = {_literal(', '.join(constants.left_out))}")
-    return parts
+            sections.append(f"{constant} = {values[kind]}")
+    sections.append(f"FLAGS = {_literal(constants.flags)}")
+    sections.append(f"LEFT_OUT = {_literal(', '.join(constants.left_out))}")
+    return sections
 
 
 def _literal(value: Any) -> str:
@@ -338,4 +338,4 @@ def _literal(value: Any) -> str:
 def _definition(name: str, module: str) -> str:
     """The text of a definition of a module of this package."""
     file = source_file(package_file(module))
-    return shortened(file.text_of(file.definitions[name]))
+    return without_details(file.text_of(file.definitions[name]))

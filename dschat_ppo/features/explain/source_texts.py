@@ -81,7 +81,7 @@ class Reached:
     """Definitions and all that they reach, in the order in which they are used, breadth first.
 
     Attributes:
-        transform: (name, text of its definition) -> the text that is kept.
+        transform: (name, text of its definition) -> the text that is kept_lines.
         known: names that are defined elsewhere.
         placed: name -> (name of its definition, file), of names that `transform` writes.
         texts: name -> text.
@@ -109,9 +109,11 @@ class Reached:
                 self._require_one_file(name, file)
                 if name in self.texts:
                     continue
-                text = self.transform(name, shortened(module.text_of(module.definitions[name])))
+                text = self.transform(
+                    name, without_details(module.text_of(module.definitions[name]))
+                )
                 self.texts[name] = text
-                waiting += [(used, file) for used in names_in(text)]
+                waiting += [(used, file) for used in names_read(text)]
             elif name in module.imports:
                 origin, original = module.imports[name]
                 if origin.split(".")[0] == PACKAGE:
@@ -121,7 +123,7 @@ class Reached:
 
     def add_imports_of(self, text: str, path: Path) -> None:
         """Add the imports of a text of a module."""
-        for name in names_in(text):
+        for name in names_read(text):
             if name in source_file(path).imports:
                 origin, original = source_file(path).imports[name]
                 if origin.split(".")[0] != PACKAGE:
@@ -166,14 +168,14 @@ def in_order_of_execution(texts: dict[str, str]) -> tuple[list[str], list[str], 
         [*_, node] = ast.parse(text).body
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) or len(ast.parse(text).body) > 1:
             functions_and_classes.append(text)
-        elif set(names_in(text)) & set(texts) - {name}:
+        elif set(names_read(text)) & set(texts) - {name}:
             last.append(text)
         else:
             plain.append(text)
     return plain, functions_and_classes, last[::-1]
 
 
-def names_in(text: str) -> list[str]:
+def names_read(text: str) -> list[str]:
     """The names that a text reads, in their order, those of annotations too."""
     names = {}
     for node in ast.walk(ast.parse(text)):
@@ -182,8 +184,8 @@ def names_in(text: str) -> list[str]:
     return sorted(names, key=lambda name: names[name])
 
 
-def shortened(text: str) -> str:
-    """A definition with the first paragraph of each docstring, and without assertions."""
+def without_details(text: str) -> str:
+    """A definition with each docstring up to its first empty line, and without assertions."""
     lines = text.splitlines()
     removed: set[int] = set()
     for node in ast.walk(ast.parse(text)):
@@ -196,13 +198,15 @@ def shortened(text: str) -> str:
         if not is_string or ast.get_docstring(node) is None:
             continue
         last = docstring.end_lineno or docstring.lineno
-        for number in range(docstring.lineno, last):
-            if lines[number].strip() == "" and number + 1 < last:
-                removed |= set(range(number + 1, last + 1))
-                lines[number - 1] += '"""'
+        for line_number in range(docstring.lineno, last):
+            if lines[line_number].strip() == "" and line_number + 1 < last:
+                removed |= set(range(line_number + 1, last + 1))
+                lines[line_number - 1] += '"""'
                 break
-    kept = [line for number, line in enumerate(lines, start=1) if number not in removed]
-    return "\n".join(kept)
+    kept_lines = [
+        line for line_number, line in enumerate(lines, start=1) if line_number not in removed
+    ]
+    return "\n".join(kept_lines)
 
 
 def without_dead_branches(text: str, value_of: Callable[[ast.expr], Any]) -> str:
@@ -225,13 +229,13 @@ def _with_branch(text: str, node: ast.If, is_taken: bool) -> str:
     """The text with one of the branches of a statement in its place."""
     lines = text.splitlines()
     body = node.body if is_taken else node.orelse
-    kept: list[str] = []
+    kept_lines: list[str] = []
     if body:
         last = body[-1].end_lineno
         for line in lines[body[0].lineno - 1 : last]:
-            kept.append(line.removeprefix("    "))
+            kept_lines.append(line.removeprefix("    "))
     assert node.end_lineno is not None
-    lines[node.lineno - 1 : node.end_lineno] = kept
+    lines[node.lineno - 1 : node.end_lineno] = kept_lines
     return "\n".join(lines)
 
 
@@ -247,20 +251,20 @@ def _without_unreachable(text: str) -> str:
 
 def with_fields(text: str, names: Iterable[str]) -> str:
     """A dataclass with these of its fields; comments above a field go with it."""
-    wanted = set(names)
+    kept_names = set(names)
     [definition] = ast.parse(text).body
     assert isinstance(definition, ast.ClassDef)
     lines = text.splitlines()
-    kept = lines[: definition.body[0].end_lineno]  # up to the docstring
+    kept_lines = lines[: definition.body[0].end_lineno]  # up to the docstring
     previous = definition.body[0].end_lineno or 0
     body = []
     for statement in definition.body[1:]:
         last = statement.end_lineno or statement.lineno
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            if statement.target.id in wanted:
+            if statement.target.id in kept_names:
                 body += [line for line in lines[previous:last] if line.strip()]
         previous = last
-    return "\n".join([*kept, "", *body])
+    return "\n".join([*kept_lines, "", *body])
 
 
 def replaced_words(text: str, words: dict[str, str]) -> str:

@@ -23,9 +23,9 @@ from dschat_ppo.algorithms.kl import kl_loss
 from dschat_ppo.algorithms.step import (
     AdvantageSettings,
     LossSettings,
-    actor_loss,
     advantages_of,
     counted_tokens,
+    loss_with_terms,
     penalised_scores,
     policy_objective,
     rewards_of_tokens,
@@ -124,7 +124,7 @@ def loss_of_actor(
         )
         mean = aggregate(losses, rows.loss_mask, settings.aggregation, denominators)
         terms.append((UPDATE_SETTINGS.kl_loss_coef, mean))
-    return policy_loss, actor_loss(policy_loss, entropy, terms, rows, settings, denominators)
+    return policy_loss, loss_with_terms(policy_loss, entropy, terms, rows, settings, denominators)
 
 
 def loss_of_critic(values: Tensor, rows: Experience, value_tokens: float) -> Tensor:
@@ -248,7 +248,7 @@ def compare_critic(rows: Experience, tokens: dict[str, Tensor], value_tokens: fl
     return compare("gradient of the values", gradient, tokens["value_gradients"])
 
 
-def run(path: str) -> bool:
+def compare_step(path: str) -> bool:
     """Compute a recorded step, and print it beside what the run has computed; whether both are the
     same but for rounding."""
     header, columns = read_record(path)
@@ -283,7 +283,7 @@ def run(path: str) -> bool:
 def main() -> None:
     if len(sys.argv) != 2:
         sys.exit(f"usage: python {sys.argv[0]} RUN/record/step_000001.safetensors")
-    if not run(sys.argv[1]):
+    if not compare_step(sys.argv[1]):
         sys.exit("the numbers of this program are not those of the run")
     print("equal to the run but for rounding")
 

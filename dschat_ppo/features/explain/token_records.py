@@ -97,7 +97,7 @@ class RecordWriter:
                 "score_divisor": settings.score_divisor,
                 "source_weights": settings.source_weights,
                 "aggregation": self.config.algorithm.aggregation,
-                "updates": [constants_of(update) for update in step_tokens.updates],
+                "updates": [constants_of_update(update) for update in step_tokens.updates],
                 "whitening": self._whitening(rows),
             },
         }
@@ -163,7 +163,7 @@ class RecordWriter:
         return {"tokens": int(count), "mean": float(mean), "std": float(variance.sqrt())}
 
 
-def constants_of(update: UpdateTokens) -> dict[str, Any]:
+def constants_of_update(update: UpdateTokens) -> dict[str, Any]:
     """The constants of an update, for the header of a file."""
     return {
         "denominators": update.denominators,

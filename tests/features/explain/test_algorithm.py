@@ -142,7 +142,7 @@ def executed(program: str, record: Path) -> bool:
     names = {"__name__": "program"}
     exec(compile(program, "step.py", "exec"), names)
     # dataclasses look their module up
-    return names["run"](str(record))
+    return names["compare_step"](str(record))
 
 
 RULES = [name for name in ESTIMATORS if name != "none"]  # which has no policy loss
@@ -289,4 +289,4 @@ def test_a_record_that_does_not_fit_is_refused(tmp_path, monkeypatch, tokenizer)
     monkeypatch.setitem(sys.modules, "program", SimpleNamespace())
     exec(algorithm_program(config_for("--policy_loss gspo", tmp_path)), names)
     with pytest.raises(SystemExit, match="written with --policy_loss ppo, this program is for"):
-        names["run"](str(record))
+        names["compare_step"](str(record))
