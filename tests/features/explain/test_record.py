@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from plain_ppo import PlainRun, started, stopped
+from transformers import LlamaForCausalLM
 
 from dschat_ppo.algorithms.aggregation import Denominators, aggregate
 from dschat_ppo.features.explain.explained_tokens import loss_shares
@@ -65,6 +66,31 @@ def test_each_row_is_in_one_update_of_each_epoch_and_the_first_ratio_is_one(asse
     rows = [row for row in step.rows if row.updates[0]["trained"].any()]
     for row, update in zip(rows, first, strict=True):
         np.testing.assert_allclose(update["logprobs"], row.tokens["old_logprobs"], atol=1e-5)
+
+
+def test_log_probs_and_entropies_are_those_of_plain_transformers(assets, tmp_path):
+    """Of the first update of a run, whose policy is the model on the disk."""
+    run = PlainRun(assets, tmp_path / "run", f"{ALL} --temperature 0.7")
+    run.run()
+    step = steps_of(run.folder)[1]
+    model = LlamaForCausalLM.from_pretrained(assets / "lm").eval()
+    tokenizer = load_tokenizer(str(assets / "lm"), "model")
+    compared = 0
+    for row in step.rows:
+        update = row.updates[0]
+        if not update["trained"].any():
+            continue
+        prompt = tokenizer("".join(row.prompt), add_special_tokens=False)["input_ids"]
+        response = row.tokens["response_ids"].tolist()
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / 0.7
+        log_probs = logits.double().log_softmax(dim=-1)
+        of_tokens = log_probs[torch.arange(len(response)), response]
+        entropies = -(log_probs.exp() * log_probs).sum(dim=-1)
+        np.testing.assert_allclose(update["logprobs"], of_tokens, atol=1e-5)
+        np.testing.assert_allclose(update["entropies"], entropies, atol=1e-5)
+        compared += len(response)
+    assert compared > 5
 
 
 def test_advantages_are_those_of_a_loop_over_the_recorded_numbers(assets, tmp_path):
