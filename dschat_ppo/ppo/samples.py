@@ -89,8 +89,7 @@ def sample_lines(
     data_sources: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """What `samples.jsonl` says of each row, without the step. The score of a row that left its
-    group is NaN, and its KL None. A feature may offer `sample_remarks.remarks_of`: (rows) -> for
-    each row, texts by their name.
+    group is NaN, and its KL None.
 
     Args:
         rows: with scores, on the CPU.
@@ -105,10 +104,7 @@ def sample_lines(
     kl: list[float | None] = [None] * len(answers)
     if rows.ref_logprobs is not None:
         kl = (kl_k1(rows.policy_logprobs, rows.ref_logprobs).sum(dim=1) / lengths).tolist()
-    remarks: list[dict[str, str]] = [{} for _ in answers]
-    for remarks_of in hooks("sample_remarks.remarks_of"):
-        for remarks_of_row, more in zip(remarks, remarks_of(rows), strict=True):
-            remarks_of_row |= more
+    remarks = _remarks_of_features(rows)
     lines = []
     texts = zip(prompts, answers, shown_sections(tokenizer, rows), strict=True)
     for row, (prompt, answer, sections) in enumerate(texts):
@@ -134,6 +130,15 @@ def sample_lines(
             line["remarks"] = remarks[row]
         lines.append(line)
     return lines
+
+
+def _remarks_of_features(rows: ScoredRollout) -> list[dict[str, str]]:
+    """Texts about each row, by their name. A feature offers `sample_remarks.remarks_of`."""
+    remarks: list[dict[str, str]] = [{} for _ in rows.response_ids]
+    for remarks_of in hooks("sample_remarks.remarks_of"):
+        for remarks_on_row, remarks_of_feature in zip(remarks, remarks_of(rows), strict=True):
+            remarks_on_row |= remarks_of_feature
+    return remarks
 
 
 def printed_responses(step: int, lines: Sequence[dict[str, Any]]) -> str:

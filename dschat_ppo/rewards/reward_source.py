@@ -290,9 +290,7 @@ class RewardMixture:
         self, request: RewardRequest, rollout: Rollout, calls: Mapping[str, Callable[[], Tensor]]
     ) -> Scores:
         device = rollout.response_ids.device
-        left_group = torch.zeros(len(request), dtype=torch.bool, device=device)
-        if "failed" in rollout.extra and self.default is None:
-            left_group = rollout.extra["failed"].clone()
+        left_group = self._failed_before(request, rollout)
         if not self.sources:  # the run learns from something else
             no_scores = torch.zeros(len(request), 0, device=device)
             return Scores(
@@ -332,13 +330,16 @@ class RewardMixture:
             total = total.masked_fill(left_group, torch.nan)
         else:
             total = total.where(scored, self.default)
-        return Scores(
-            total,
-            torch.stack(columns, dim=1),
-            numbers=metrics,
-            left_group=left_group,
-            columns=self._columns_of_features(device),
-        )
+        by_source = torch.stack(columns, dim=1)
+        further = self._columns_of_features(device)
+        return Scores(total, by_source, None, metrics, left_group, further)
+
+    def _failed_before(self, request: RewardRequest, rollout: Rollout) -> Tensor:
+        """(B,) bool, the rows that have no score because they `failed` in a feature."""
+        if "failed" in rollout.extra and self.default is None:
+            return rollout.extra["failed"].clone()
+        device = rollout.response_ids.device
+        return torch.zeros(len(request), dtype=torch.bool, device=device)
 
     def _columns_of_features(self, device: torch.device) -> dict[str, Tensor]:
         """The columns that sources add to the rows, on this device."""
@@ -347,7 +348,9 @@ class RewardMixture:
             if isinstance(source, AddsColumns):
                 for name, column in source.columns.items():
                     columns[name].append(column)
-        return {name: torch.cat(parts, dim=1).to(device) for name, parts in columns.items()}
+        return {
+            name: torch.cat(of_sources, dim=1).to(device) for name, of_sources in columns.items()
+        }
 
     def _count_unscored(self, request: RewardRequest, unscored: Tensor) -> None:
         """Count the responses that no source scored, (B,) bool, and warn of them."""

@@ -16,6 +16,7 @@ from dschat_ppo.algorithms.evaluation_statistics import wilson_interval, win_sha
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import PromptColumn, StepData
+from dschat_ppo.config.feature_needs import FurtherModel
 from dschat_ppo.data.cache import token_key
 from dschat_ppo.data.examples import MESSAGES
 from dschat_ppo.data.prepare import prepare
@@ -90,8 +91,8 @@ def evaluate_models(request: EvaluationRequest) -> Evaluated:
     rewards = request.rewards
     functions: list[CheckedFunction] = []
     if rewards is not None:
-        checked_services(request.features)  # fails here if one cannot be asked
         functions = check_sources(rewards)
+        checked_services(request.features)  # fails here if one cannot be asked
     models = checked_models([("--model", name) for name in args.model], request.prompts)
     longest = args.max_prompt_seq_len + request.settings.max_tokens
     for model in models:
@@ -105,10 +106,8 @@ def evaluate_models(request: EvaluationRequest) -> Evaluated:
     if further:
         checked_further = checked_models([(model.flag, model.name) for model in further], None)
     prompts, data_sets = _prompts(request, models)
-    if rewards is not None:
-        routes = further_routes(request.features, further)
-        check_routes(rewards, data_sets, prompts[0]["row"], not args.max_prompts, routes)
     check_columns(functions, "--data_path", prompts[0]["row"])
+    _check_prompt_routes(request, further, data_sets, prompts[0]["row"])
     folders = [model.folder for model in models]
     if reward_model is not None:
         folders.append(reward_model.folder)
@@ -148,6 +147,20 @@ def evaluate_models(request: EvaluationRequest) -> Evaluated:
         for row, answered in zip(prompts[0]["row"], results[0].prompts, strict=True)
     ]
     return Evaluated(flags, rewards is not None, results, asked, list(prompts[0]["row"]))
+
+
+def _check_prompt_routes(
+    request: EvaluationRequest,
+    further: Sequence[FurtherModel],
+    data_sets: Sequence[str],
+    rows: Sequence[str],
+) -> None:
+    """Check that the routes of the reward sources lead to prompts. `further`: models of features;
+    `data_sets`: their names; `rows`: data rows as JSON."""
+    if request.rewards is not None:
+        are_all_rows = request.args.max_prompts == 0
+        routes = further_routes(request.features, further)
+        check_routes(request.rewards, data_sets, rows, are_all_rows, routes)
 
 
 def _count_wins(results: Sequence[Result]) -> None:

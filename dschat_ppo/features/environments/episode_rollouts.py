@@ -135,14 +135,12 @@ class EpisodeRollouts:
         Returns:
             The prompts, one for each row, or for each episode if some of a row begin in different
             ways; and the turns of the episodes. An episode that does not begin has its plain prompt
-            and no turns; if none of any rank begins, that is a `UserError`, as is a journal that
-            cannot be read.
+            and no turns; if none of any rank begins, that is a `UserError`.
         """
         token_rows = rows[list(indices)]
         data_rows: list[Row] = [json.loads(text) for text in token_rows["row"]]
         if self.journalled is not None:
             self.journalled.begin(key)
-            self.journalled.journal.raise_problem()
         openings = self._openings(token_rows["prompt_ids"], data_rows, samples, seeds, cancelled)
         prompts = list[list[int]]()
         records = list[EpisodeRecord]()

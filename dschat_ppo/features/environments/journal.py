@@ -73,8 +73,10 @@ class JournalledEpisodes:
         self._key = FIRST_ROLLOUT
 
     def begin(self, key: RolloutKey) -> None:
-        """The episodes that start next are those of the rollout `key`."""
+        """The episodes that start next are those of the rollout `key`. `UserError` on all ranks if
+        a journal cannot be read. Collective."""
         self.journal.begin(key.step)
+        self.journal.raise_problem()
         self._key = key
 
     def start(self, episode_index: int, *start: Any) -> None:

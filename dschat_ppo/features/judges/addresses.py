@@ -178,7 +178,7 @@ class AddressReader:
             self.tokens_in += int(reply["usage"]["prompt_tokens"])
             self.tokens_out += int(reply["usage"]["completion_tokens"])
         if self.spec.reads == TEXT:
-            text = text_of(choice)
+            text = message_text(choice)
             judged = JudgeReply(written_logprobs(text, self.spec.labels), text)
         else:
             judged = JudgeReply(logprobs_of_tokens(choice, self.spec.labels))
@@ -224,7 +224,7 @@ def logprobs_of_tokens(choice: Any, labels: Sequence[str]) -> list[float] | None
     return [math.log(share) if share > 0 else not_listed for share in shares]
 
 
-def text_of(choice: Any) -> str:
+def message_text(choice: Any) -> str:
     """What a judge wrote; "" if that is missing."""
     with suppress(TypeError, LookupError):
         text = choice["message"]["content"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dschat_ppo.features.judges.columns import WRITTEN
+from dschat_ppo.features.judges.columns import JUDGE_TEXTS
 from dschat_ppo.types import Rollout
 
 BYTES = 600  # of the end of a text
@@ -24,7 +24,7 @@ def written_column(texts: Sequence[str]) -> Tensor:
 
 def remarks_of(rows: Rollout) -> list[dict[str, str]]:
     """For each row the end of what each judge wrote, as `judge`, `judge 2`, ..."""
-    column = rows.extra.get(WRITTEN)
+    column = rows.extra.get(JUDGE_TEXTS)
     if column is None:
         return [{} for _ in rows.response_ids]
     remarks = []

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import print_line
-from dschat_ppo.features.judges.columns import WRITTEN
+from dschat_ppo.features.judges.columns import JUDGE_TEXTS
 from dschat_ppo.features.judges.compare import flips
 from dschat_ppo.features.judges.prompts import Judged, Question
 from dschat_ppo.features.judges.sample_remarks import written_column
@@ -135,7 +135,7 @@ class JudgeReward:
                     name = clean_name(verdict.name)
                     self.numbers.setdefault(name, no_numbers)[row] = value
         if self.spec.reads == TEXT:
-            self.columns = {WRITTEN: written_column(self._texts(verdicts, len(request)))}
+            self.columns = {JUDGE_TEXTS: written_column(self._texts(verdicts, len(request)))}
         self._count(list(judged), causes, len(request))
         self.failed |= torch.tensor(environment_failed)
         self._tally.seconds += time.perf_counter() - started

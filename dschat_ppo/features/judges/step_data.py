@@ -18,7 +18,7 @@ from dschat_ppo.features.judges.spec import REFERENCE, JudgeSpec
 
 
 def changed(config: StepConfig, data: StepData) -> StepData:
-    """`data` with the `columns_of` the judges of training rows, and of rows that evaluate."""
+    """`data` with the `judge_columns` of the judges of training rows, and of rows that evaluate."""
     if not isinstance(config, PPOConfig):
         return data
     flags = config.of(TrainingJudgeFlags)
@@ -29,17 +29,17 @@ def changed(config: StepConfig, data: StepData) -> StepData:
         evaluating = flags.specs
     return replace(
         data,
-        prompt_columns=[*data.prompt_columns, *columns_of(flags.specs)],
-        eval_prompt_columns=[*data.eval_prompt_columns, *columns_of(evaluating)],
+        prompt_columns=[*data.prompt_columns, *judge_columns(flags.specs)],
+        eval_prompt_columns=[*data.eval_prompt_columns, *judge_columns(evaluating)],
     )
 
 
 def columns_of_evaluation(features: HasFeatures) -> list[PromptColumn]:
-    """The `columns_of` the judges of `tools.evaluate`."""
-    return columns_of(features.of(JudgeFlags).specs)
+    """The `judge_columns` of the judges of `tools.evaluate`."""
+    return judge_columns(features.of(JudgeFlags).specs)
 
 
-def columns_of(specs: Sequence[JudgeSpec]) -> list[PromptColumn]:
+def judge_columns(specs: Sequence[JudgeSpec]) -> list[PromptColumn]:
     """A column for each judge that needs something of the rows that it scores: its count, which is
     checked when a row is read, so that messages name file and row."""
     columns = []

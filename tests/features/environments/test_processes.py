@@ -348,13 +348,13 @@ class Processes:
         pass
 
 
-def journal_in(output):
+def environment_journal(output):
     return Journal(output, JOURNAL, "environments")
 
 
 def episodes_of(folder, step=3, has_state=True, first=0, rollout="sampled/3"):
     processes = Processes()
-    found = JournalledEpisodes(processes, journal_in(folder), has_state)
+    found = JournalledEpisodes(processes, environment_journal(folder), has_state)
     found.begin(RolloutKey(step, rollout, first))
     return found, processes
 
@@ -458,7 +458,7 @@ def test_another_file_of_the_environment_asks_other_questions(tmp_path):
     for content, heard in (("one", 2), ("one", 0), ("two", 2)):
         file.write_text(content)
         processes = Processes()
-        found = JournalledEpisodes(processes, journal_in(tmp_path), True, [str(file)])
+        found = JournalledEpisodes(processes, environment_journal(tmp_path), True, [str(file)])
         found.begin(RolloutKey(3, "sampled/3", 0))
         live(found, "x")
         assert len(processes.heard) == heard

@@ -1,31 +1,21 @@
 """Judges at an address, against a local server with every kind of fault."""
 
-import json
 import math
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from judge_parts import ROLLOUT, request
+from judge_parts import ROLLOUT, Server, address_judge, request, tokens
 
-from dschat_ppo.checkpoint.journal import Journal
 from dschat_ppo.config.feature_flags import FeatureFlags
 from dschat_ppo.config.ppo_flags import RewardSourceFlags
 from dschat_ppo.errors import StorageError, UserError
 from dschat_ppo.features.judges.addresses import (
     KEY,
-    AddressReader,
     logprobs_of_tokens,
-    service_of,
-    text_of,
+    message_text,
 )
-from dschat_ppo.features.judges.checkpoint_folders import JOURNAL
 from dschat_ppo.features.judges.flags import JudgeFlags
-from dschat_ppo.features.judges.prompts import JudgePrompts
-from dschat_ppo.features.judges.source import JudgeReward
 from dschat_ppo.features.judges.spec import parse_judge
-from dschat_ppo.features.judges.verdicts import Asking
 from dschat_ppo.features.judges.written import written_logprobs
 from dschat_ppo.rewards import http_client
 from dschat_ppo.rewards.build_rewards import check_routes, checked_services, further_routes
@@ -36,39 +26,6 @@ from dschat_ppo.rewards.reward_source import RewardServiceError
 def short_waits(monkeypatch):
     monkeypatch.setattr(http_client, "FIRST_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(http_client, "LONGEST_WAIT_SECONDS", 0.01)
-
-
-class Server:
-    """A judge that replies with what a function of the question gives: (status, body)."""
-
-    def __init__(self, reply):
-        self.reply = reply
-        self.queries, self.headers = [], []
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):  # noqa: N802
-                self.send(200, {"data": [{"id": "only"}]})
-
-            def do_POST(self):  # noqa: N802
-                query = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                server.queries.append(query)
-                server.headers.append(dict(self.headers))
-                self.send(*server.reply(query, len(server.queries)))
-
-            def send(self, status, body):
-                content = body if isinstance(body, bytes) else json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, *_):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
 
 @pytest.fixture
@@ -85,11 +42,6 @@ def serve():
         each.server.server_close()
 
 
-def tokens(**shares):
-    top = [{"token": token, "logprob": math.log(share)} for token, share in shares.items()]
-    return {"choices": [{"logprobs": {"content": [{"top_logprobs": top}]}}]}
-
-
 def text(content):
     return {
         "choices": [{"message": {"content": content}}],
@@ -97,19 +49,10 @@ def text(content):
     }
 
 
-def judge_at(url, settings="", timeout=5.0, journal=None) -> JudgeReward:
-    spec = parse_judge(f"{url}{settings}")
-    kept = None
-    if journal is not None:
-        kept = Journal(journal, JOURNAL, "judges", "judge_1")
-    reader = AddressReader(spec, service_of(spec, timeout), 4, seed=3, journal=kept)
-    return JudgeReward(Asking(JudgePrompts(spec, None), 3), reader)
-
-
 def test_labels_by_the_probabilities_of_first_tokens(serve, monkeypatch):
     monkeypatch.setenv(KEY, "a-secret-key")
     server = serve(lambda query, count: (200, tokens(Yes=0.1, no=0.2, yes=0.3, **{" yes": 0.3})))
-    judge = judge_at(server.url)
+    judge = address_judge(server.url)
     assert judge(request(["an answer", "..."]), ROLLOUT).tolist() == pytest.approx([0.6 / 0.8, 0.0])
     [query] = server.queries
     assert query["model"] == "only" and query["top_logprobs"] == 20 and query["max_tokens"] == 1
@@ -120,7 +63,9 @@ def test_labels_by_the_probabilities_of_first_tokens(serve, monkeypatch):
 def test_a_judge_that_writes(serve):
     said = "<think>maybe <score>1</score></think>It is fine. <score> 3 </score>"
     server = serve(lambda query, count: (200, text(said)))
-    judge = judge_at(server.url, "?labels=1..5&reads=text&model=m&max_tokens=9&temperature=0.5")
+    judge = address_judge(
+        server.url, "?labels=1..5&reads=text&model=m&max_tokens=9&temperature=0.5"
+    )
     assert judge(request(["an answer"]), ROLLOUT).tolist() == pytest.approx([0.5])
     [query] = server.queries
     assert query["model"] == "m" and query["max_tokens"] == 9 and query["temperature"] == 0.5
@@ -143,7 +88,7 @@ def test_a_judge_that_writes(serve):
     ],
 )
 def test_exactly_one_tag_with_a_label_counts(said, label):
-    logprobs = written_logprobs(text_of({"message": {"content": said}}), ["1", "2"])
+    logprobs = written_logprobs(message_text({"message": {"content": said}}), ["1", "2"])
     if label is None:
         assert logprobs is None
     else:
@@ -175,12 +120,12 @@ def test_pairs_by_text_count_if_both_orders_agree(serve):
 
     row = {}
     for reply, expected in ((prefers_first, [0.5, 0.5]), (prefers_b2, [0.0, 1.0])):
-        judge = judge_at(serve(reply).url, "?compare=pairs&reads=text")
+        judge = address_judge(serve(reply).url, "?compare=pairs&reads=text")
         assert judge(request(["text one", "text two"], [row, row]), ROLLOUT).tolist() == expected
 
 
 def test_prose_is_no_score_and_its_beginning_is_the_cause(serve):
-    judge = judge_at(serve(lambda query, count: (200, text("I like it"))).url, "?reads=text")
+    judge = address_judge(serve(lambda query, count: (200, text("I like it"))).url, "?reads=text")
     assert judge(request(["an answer"]), ROLLOUT).isnan().all()
     assert "I like it" in judge.counts.cause and judge.failed.all()
 
@@ -188,7 +133,9 @@ def test_prose_is_no_score_and_its_beginning_is_the_cause(serve):
 @pytest.mark.parametrize("status", [429, 500])
 def test_a_temporary_fault_is_retried(serve, status):
     server = serve(lambda query, count: (status, b"") if count < 3 else (200, tokens(yes=1.0)))
-    assert judge_at(server.url)(request(["an answer"]), ROLLOUT).tolist() == pytest.approx([1.0])
+    assert address_judge(server.url)(request(["an answer"]), ROLLOUT).tolist() == pytest.approx(
+        [1.0]
+    )
     assert len(server.queries) == 3
 
 
@@ -212,7 +159,7 @@ def slow(query, count):
     ],
 )
 def test_a_judge_that_does_not_reply_ends_the_run_in_one_line(serve, reply, message):
-    judge = judge_at(serve(reply).url, "?model=m", timeout=0.1)
+    judge = address_judge(serve(reply).url, "?model=m", timeout=0.1)
     with pytest.raises(RewardServiceError, match=message) as caught:
         judge(request(["an answer"]), ROLLOUT)
     assert "\n" not in str(caught.value)
@@ -228,7 +175,7 @@ def test_an_answer_that_the_judge_cannot_read_has_no_score(serve, status):
         return 200, tokens(yes=1.0)
 
     server = serve(reply)
-    judge = judge_at(server.url)
+    judge = address_judge(server.url)
     scores = judge(request(["too long", "an answer"]), ROLLOUT)
     assert scores.isnan().tolist() == judge.failed.tolist() == [True, False]
     assert f"status {status}: maximum context length" in judge.counts.cause
@@ -238,21 +185,21 @@ def test_an_answer_that_the_judge_cannot_read_has_no_score(serve, status):
 def test_what_was_said_before_a_crash_is_not_asked_again(serve, tmp_path):
     server = serve(lambda query, count: (200, tokens(yes=0.5, no=0.5)))
     answers = [f"answer {number}" for number in range(20)]
-    judge_at(server.url, journal=tmp_path)(request(answers[:10], step=1), ROLLOUT)
+    address_judge(server.url, journal=tmp_path)(request(answers[:10], step=1), ROLLOUT)
     [file] = (tmp_path / "checkpoints" / "judge").iterdir()
     assert file.name == "step_000001_judge_1_rank_0.jsonl"
     file.write_bytes(file.read_bytes() + b'{"cut')
-    resumed = judge_at(server.url, journal=tmp_path)
+    resumed = address_judge(server.url, journal=tmp_path)
     assert resumed(request(answers, step=1), ROLLOUT).tolist() == pytest.approx([0.5] * 20)
     assert len(server.queries) == 20
-    other = judge_at(server.url, "?labels=bad,no,yes", journal=tmp_path)
+    other = address_judge(server.url, "?labels=bad,no,yes", journal=tmp_path)
     other(request(answers[:1], step=1), ROLLOUT)
     assert len(server.queries) == 21
 
 
 def test_what_no_checkpoint_leads_to_is_not_kept(serve, tmp_path):
     server = serve(lambda query, count: (200, tokens(yes=0.5, no=0.5)))
-    judge = judge_at(server.url, journal=tmp_path)
+    judge = address_judge(server.url, journal=tmp_path)
     for step in (1, 2, 3):
         judge(request([f"answer {step}"], step=step), ROLLOUT)
     [file] = (tmp_path / "checkpoints" / "judge").iterdir()
@@ -265,7 +212,7 @@ def test_a_journal_that_cannot_be_written_ends_the_run(serve, tmp_path):
     server = serve(lambda query, count: (200, tokens(yes=0.5, no=0.5)))
     (tmp_path / "checkpoints").write_text("no folder")
     with pytest.raises(StorageError, match="cannot be written"):
-        judge_at(server.url, journal=tmp_path)(request(["an answer"]), ROLLOUT)
+        address_judge(server.url, journal=tmp_path)(request(["an answer"]), ROLLOUT)
 
 
 @pytest.mark.parametrize(
@@ -330,9 +277,9 @@ def test_what_is_refused(text_of_flag, message):
 
 def test_an_unread_reply_is_asked_again_by_a_later_run(serve, tmp_path):
     server = serve(lambda query, count: (200, text("prose") if count == 1 else tokens(yes=1.0)))
-    judge = judge_at(server.url, journal=tmp_path)
+    judge = address_judge(server.url, journal=tmp_path)
     assert judge(request(["an answer"]), ROLLOUT).isnan().all()
-    repaired = judge_at(server.url, journal=tmp_path)
+    repaired = address_judge(server.url, journal=tmp_path)
     assert repaired(request(["an answer"]), ROLLOUT).tolist() == pytest.approx([1.0])
 
 

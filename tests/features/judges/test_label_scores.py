@@ -4,7 +4,15 @@ import math
 
 import pytest
 import torch
-from judge_parts import ROLLOUT, model_judge, request, stub_judge, tokenizer
+from judge_parts import (
+    ROLLOUT,
+    judge_input,
+    label_sums,
+    model_judge,
+    request,
+    stub_judge,
+    tokenizer,
+)
 from tiny_models import new_model
 
 from dschat_ppo.common import dist
@@ -13,29 +21,6 @@ from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.rewards.reward_source import RewardMixture
 
 ANSWERS = ["It is in the hall.", "I do not know", "The lamp is naïve 😀", "in the hall " * 9]
-
-
-def by_transformers(lm, judge, answers) -> torch.Tensor:
-    """(answers, labels) summed log-probs of [question | label and end], row by row."""
-    table_of_sums = []
-    asked = request(answers)
-    for index in range(len(answers)):
-        ids = judge.asking.prompts.question(judge_input(asked, index))
-        sums = []
-        for label in judge.asking.prompts.label_ids:
-            row = torch.tensor([[*ids, *label]])
-            with torch.no_grad():
-                table = lm(input_ids=row, use_cache=False).logits[0].double().log_softmax(-1)
-            before = table[len(ids) - 1 : -1]
-            sums.append(before.gather(1, torch.tensor(label).unsqueeze(1)).sum())
-        table_of_sums.append(torch.stack(sums))
-    return torch.stack(table_of_sums)
-
-
-def judge_input(asked, index):
-    from dschat_ppo.features.judges.prompts import Judged
-
-    return Judged(asked.prompts[index], asked.rows[index], asked.texts[index], 0)
 
 
 @pytest.mark.parametrize("kernels", ["padded", "selected"])
@@ -51,7 +36,7 @@ def test_scores_are_those_of_transformers(kernels, labels, kind, template):
     if kernels == "selected":
         select_kernels(model)
     judge = model_judge(model, f"J?labels={labels}", made, batch_tokens=700)
-    sums = by_transformers(expected_of, judge, ANSWERS)
+    sums = label_sums(expected_of, judge, request(ANSWERS))
     assert float((sums.max(dim=0).values - sums.min(dim=0).values).min()) > 1e-3, "answers differ"
     asked = request(ANSWERS)
     questions = [

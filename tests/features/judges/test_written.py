@@ -10,7 +10,7 @@ from tiny_models import new_model
 
 from dschat_ppo.common import dist
 from dschat_ppo.features.judges import written
-from dschat_ppo.features.judges.columns import WRITTEN
+from dschat_ppo.features.judges.columns import JUDGE_TEXTS
 from dschat_ppo.features.judges.prompts import JudgePrompts
 from dschat_ppo.features.judges.sample_remarks import BYTES, remarks_of
 from dschat_ppo.features.judges.source import JudgeReward
@@ -161,7 +161,10 @@ def test_samples_show_the_end_of_what_judges_wrote():
     rollout = Rollout(empty, empty > 0, empty, empty > 0, empty.float(), empty[:, 0])
     judges = [judge_that_writes(write), judge_that_writes(lambda question: "no verdict")]
     scores = RewardMixture([(judge, 1.0) for judge in judges])(rows, rollout)
-    assert scores.columns.keys() == {WRITTEN} and scores.columns[WRITTEN].shape == (3, 2 * BYTES)
+    assert scores.columns.keys() == {JUDGE_TEXTS} and scores.columns[JUDGE_TEXTS].shape == (
+        3,
+        2 * BYTES,
+    )
     first, blank, third = remarks_of(with_columns(rollout, scores.columns))
     assert first == third and blank == {}
     assert first["judge"].endswith("Reasons. Café <score>yes</score>")
