@@ -51,4 +51,11 @@ def files_of(page: Path) -> dict[str, str]:
     return dict(re.findall(block, page.read_text(encoding="utf-8"), re.M | re.S))
 
 
+def templates_of(page: Path) -> dict[str, str]:
+    """The Jinja blocks of a page that begin with the name of a file, by that name."""
+    block = r"^```jinja\n(\{# (\w+\.jinja) #\}\n.*?)^```"
+    text = page.read_text(encoding="utf-8")
+    return {name: template for template, name in re.findall(block, text, re.M | re.S)}
+
+
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]

@@ -16,7 +16,7 @@ import subprocess
 import sys
 
 import pytest
-from bash_blocks import BLOCKS, FLAGS_OF_STEP_3, PAGES, ROOT, Block
+from bash_blocks import BLOCKS, FLAGS_OF_STEP_3, PAGES, ROOT, Block, templates_of
 from launch import _free_port, environment, forked, metrics_of, succeed
 
 from dschat_ppo.config.cli import parse
@@ -167,7 +167,11 @@ def check_flags(words: list[str]) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 @pytest.mark.parametrize("command", CHECKED)
-def test_a_command_names_a_program_and_its_flags(command):
+def test_a_command_names_a_program_and_its_flags(command, tmp_path, monkeypatch):
+    for name, template in templates_of(ROOT / "docs/rewards.md").items():
+        if name in command:
+            (tmp_path / name).write_text(template)
+            monkeypatch.chdir(tmp_path)
     words = shlex.split(command.rpartition(" | ")[2])
     program = next(
         (word for word in words if re.search(r"\.(py|sh)$|^dschat_ppo\.", word)), words[0]

@@ -1,6 +1,7 @@
 # Sourced by the `run.sh` of examples with the toy judge. Creates in "$out", unless they exist: `toy` (model and data of
 # the quickstart), `sft` (its SFT model), `judge_task` and `judge` (a judge that knows the true rule, by SFT on verdicts),
 # `judge.json` (its accuracy, and what hostile answers get). `judge` is the specification for --judge.
+export DTYPE="${DTYPE:-fp32}" # bf16 rounds away much of what a few steps change in models of 1 M parameters
 source "$(dirname "${BASH_SOURCE[0]}")/../ranks.sh"
 export DSCHAT_PPO_NO_NEXT=1 # the script runs the next step
 per_rank() { echo $((RANKS < $1 ? $1 / RANKS : 1)); } # per_rank COUNT: COUNT divided by the number of ranks, at least 1
