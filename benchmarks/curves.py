@@ -15,9 +15,12 @@ from pathlib import Path
 from learning import ROOT, call, points, prepare
 
 MADE, TOY = "{work}/preference/made", "training_scripts/toy"  # MADE: by `prepare` of `learning.py`
+QUICKSTART = f"{TOY}/run_step3_ppo.sh {MADE}/toy {MADE}/sft {MADE}/reward {{out}}"
+# slower than the quickstart, so that more steps show how a run begins and how it goes on
 PPO = (
-    f"{TOY}/run_step3_ppo.sh {MADE}/toy {MADE}/sft {MADE}/reward {{out}} --enable_test_mode True"
-    " --test_stop_step 24 --reward_clip 5"
+    f"{QUICKSTART} --max_steps 32 --enable_test_mode True --test_stop_step 24 --eval_interval 4"
+    " --reward_clip 5 --kl_coef 0.1 --whiten_advantages True --actor_learning_rate 1e-4"
+    " --critic_learning_rate 2e-4"
 )
 GRPO = f"{TOY}/run_grpo_addition.sh {{work}}/addition --output_dir {{out}} --eval_interval 4"
 LENGTH = f"""{PPO} --use_reward_model False --reward_function length:0.02 --advantage_estimator
@@ -32,13 +35,14 @@ RUNS = {
     "constant reward": f"{GRPO} --reward_function format_match?pattern=.*",
     "no SFT": f"{GRPO} --actor_model_name_or_path {{work}}/addition/toy/model",
     "reward for length": LENGTH,
+    "quickstart": QUICKSTART,
     "PPO": PPO,
     "no KL, high rate": f"{PPO} --kl_coef 0 --actor_learning_rate 1e-3",
     "critic does not learn": f"{PPO} --critic_learning_rate 1e-8",
 }
 # picture -> (its runs, its metrics)
 PICTURES = {
-    "quickstart": (["PPO"], ["reward/score_mean", "eval/score", "kl/ref_k1"]),
+    "quickstart": (["quickstart"], ["reward/score_mean", "eval/score", "kl/ref_k1"]),
     "healthy": (["PPO"], ["reward/score_mean", "kl/ref_k1", "value/explained_variance"]),
     "learning-rate": (
         ["addition", "learning rate 3e-2", "learning rate 1e-7"],

@@ -13,10 +13,10 @@ launch "$top/training/step1_sft/main.py" \
     --data_split 1,0,0 \
     --eval_data_path "$toy/data/sft_eval.jsonl" \
     --max_seq_len 128 \
-    --per_device_train_batch_size $((RANKS < 64 ? 64 / RANKS : 1)) \
+    --per_device_train_batch_size $((RANKS < 32 ? 32 / RANKS : 1)) \
     --per_device_eval_batch_size 64 \
-    --learning_rate 2e-3 \
-    --num_train_epochs 2 \
+    --learning_rate 3e-3 \
+    --max_steps 200 \
     --num_warmup_steps 20 \
     --zero_stage 3 \
     --dtype "$DTYPE" \

@@ -15,7 +15,7 @@ launch "$top/training/step2_reward/main.py" \
     --per_device_train_batch_size $((RANKS < 32 ? 32 / RANKS : 1)) \
     --per_device_eval_batch_size 64 \
     --learning_rate 5e-4 \
-    --num_train_epochs 1 \
+    --max_steps 20 \
     --num_warmup_steps 5 \
     --zero_stage 3 \
     --dtype "$DTYPE" \
