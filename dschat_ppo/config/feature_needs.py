@@ -46,3 +46,5 @@ class Needs:
     quantises_frozen: bool = False  # ZeRO-3 holds the actor's frozen weights in 8 bits
     # why a forward pass in training gives other log-probs than one that only scores
     changed_in_training: str | None = None
+    # log-probs recorded while sampling are those of a training forward pass, bit for bit
+    samples_exactly: bool = False

@@ -306,7 +306,8 @@ class PPOConfig(StepConfig):
     def recompute_old_logprobs(self) -> bool:
         """Whether old log-probs come from a forward pass of the actor; if not, from sampling."""
         if self.ppo.old_logprobs == "auto":
-            return self.run.dtype != "fp32" or self.algorithm.needs_training_logprobs
+            is_near = self.run.dtype == "fp32" or any(need.samples_exactly for need in self.needs)
+            return not is_near or self.algorithm.needs_training_logprobs
         return self.ppo.old_logprobs == "recompute"
 
 

@@ -18,6 +18,7 @@ FEATURES = (
     "distillation",
     "dynamic_sampling",
     "environments",
+    "exact_rollout",
     "explain",
     "judges",
     "lora",

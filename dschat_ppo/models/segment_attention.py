@@ -19,12 +19,19 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from dschat_ppo.common.exactness import exact_rollouts
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.cpu_kernels.operations import can_run
 from dschat_ppo.models.micro_batches import Segments
 
 # with more, PyTorch's kernel is as fast or faster
 MOST_KEYS = {torch.bfloat16: 4096, torch.float32: 256}
+
+
+def suits_length(keys: int, dtype: torch.dtype) -> bool:
+    """Whether a query of so many keys is for the kernel for a CPU: where it is faster, and at every
+    length in exact rollouts and the training passes that they equal."""
+    return keys <= MOST_KEYS[dtype] or exact_rollouts()
 
 
 class _BlockwiseAttention(torch.autograd.Function):
@@ -190,7 +197,7 @@ def suits_blocks(
     options."""
     return (
         can_run(query, key, value)
-        and segments.most_keys <= MOST_KEYS[query.dtype]
+        and suits_length(segments.most_keys, query.dtype)
         and query.shape[1] % key.shape[1] == 0
         and not options.get("dropout")
         and options.get("is_causal", getattr(module, "is_causal", True)) is not False

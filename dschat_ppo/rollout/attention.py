@@ -16,15 +16,17 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from dschat_ppo.common.exactness import exact_rollouts
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.cpu_kernels.operations import can_run
 from dschat_ppo.models.backbone import UnsupportedAttentionError, check_attention_call
-from dschat_ppo.models.segment_attention import MOST_KEYS
+from dschat_ppo.models.segment_attention import suits_length
 from dschat_ppo.rollout.decode_kernels import (
     AttentionCall,
     CPUDecode,
     GPUDecode,
     StepMetadata,
+    attend_token_by_token,
     products_attention,
 )
 from dschat_ppo.rollout.kv_cache import PrefillMetadata
@@ -116,6 +118,8 @@ def _prefill(step: PrefillMetadata, call: AttentionCall) -> Tensor:
     keys, values = step.cache.layer(call.layer, call.key, call.value)
     _write_to_cache(step, keys, call.key[step.source, :, step.columns])
     _write_to_cache(step, values, call.value[step.source, :, step.columns])
+    if step.history is not None and exact_rollouts() and CPUDecode().supports(call):
+        return attend_token_by_token(step.history, call)
     query = step.to_the_left(call.query)
     key = step.to_the_left(call.key)
     value = step.to_the_left(call.value)
@@ -156,7 +160,7 @@ def prefill_attention(call: AttentionCall, newest: Tensor | None = None) -> Tens
         newest is None
         and not call.softcap
         and can_run(call.query, call.key, call.value)
-        and length <= MOST_KEYS[call.query.dtype]
+        and suits_length(length, call.query.dtype)
         and not call.query.requires_grad
     ):
         return _compiled_attention(call)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dschat_ppo.common.exactness import exact_rollouts
 from dschat_ppo.common.exit_codes import ran_out_of_memory
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.progress import report_phase
@@ -42,7 +43,7 @@ MAX_PREFILL_TOKENS = 8192  # of one forward pass
 MIN_SHARED_TOKENS = 32
 MAX_EXTEND_PAIRS = 2**21  # of a token and a key that it attends to, in one pass over observations
 POLL = 8  # tokens between two checks for finished sequences, where steps have fixed addresses
-CPU_POLL = 1  # the same with a partner on a CPU, where a check costs nothing
+CPU_POLL = 1  # the same with a partner, or in exact rollouts, on a CPU, where a check costs nothing
 
 
 def never() -> bool:
@@ -116,7 +117,7 @@ class ContinuousBatching:
             self.running = RunningBatches(self.sequences, MIN_SHARED_TOKENS)
         else:
             poll = POLL
-            if partner is not None and self.device.type == "cpu":
+            if self.device.type == "cpu" and (partner is not None or exact_rollouts()):
                 poll = CPU_POLL
             self.running = RunningPool(
                 self.sequences, memory.pool, memory.most_slots, poll, MIN_SHARED_TOKENS

@@ -201,6 +201,36 @@ def _by_kernel(kernel: Callable[..., Tensor], batch: StepMetadata, call: Attenti
     )
 
 
+def attend_token_by_token(history: PooledMetadata, call: AttentionCall) -> Tensor:
+    """Attention of L new tokens of each of n rows of a pool by `CPUDecode`, as if each were a step:
+    queries (n, heads, L, d) -> the same shape. The keys and values of the new tokens are in the
+    pool already, and are written there again."""
+    rows, _, length, width = call.query.shape
+
+    def as_steps(states: Tensor) -> Tensor:
+        """(n, heads, L, d) -> (n * L, heads, 1, d)."""
+        return states.transpose(1, 2).reshape(rows * length, -1, 1, width)
+
+    def of_steps(numbers: Tensor) -> Tensor:
+        """(n, 1) or (n, L) -> (n * L,)."""
+        return numbers.expand(rows, length).flatten()
+
+    steps = PooledMetadata(
+        history.cache,
+        of_steps(history.offsets),
+        of_steps(history.starts),
+        of_steps(history.prefix_starts),
+        of_steps(history.prefix_lengths),
+        length=history.length,
+        shares=history.shares,
+    )
+    step_call = call._replace(
+        query=as_steps(call.query), key=as_steps(call.key), value=as_steps(call.value)
+    )
+    mixed = CPUDecode()(steps, step_call)
+    return mixed.view(rows, length, -1, width).transpose(1, 2)
+
+
 def _contiguous_heads(heads: Tensor) -> Tensor:
     """(n, heads, 1, d) with the heads of each row side by side in memory."""
     _, count, _, width = heads.shape

@@ -21,7 +21,8 @@ from transformers import Cache, PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dschat_ppo.algorithms.fused_logprobs import fp32_product
+from dschat_ppo.algorithms.fused_logprobs import FEWEST_ROWS, fp32_product
+from dschat_ppo.common.exactness import exact_rollouts
 from dschat_ppo.errors import attempt
 from dschat_ppo.models.backbone import check_attention_call, forward_replaced, unfit
 from dschat_ppo.models.fast_layers import kernels_for
@@ -274,9 +275,23 @@ def packed_product(layers: list[nn.Linear]) -> Product:
                 biases.append(layer.bias.detach())
         bias = torch.cat(biases)
     if weight.dtype == torch.float32:
-        return partial(torch._C._nn.linear, weight=weight.t().contiguous().t(), bias=bias)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
-    return partial(packed_linear, packed, bias)
+        product = partial(torch._C._nn.linear, weight=weight.t().contiguous().t(), bias=bias)
+    else:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
+        product = partial(packed_linear, packed, bias)
+    if exact_rollouts():
+        return partial(product_of_enough_rows, product)
+    return product
+
+
+def product_of_enough_rows(product: Product, states: Tensor) -> Tensor:
+    """A product of states (..., in) whose rows have the bits that they have among many: fewer than
+    `FEWEST_ROWS` are computed as so many."""
+    rows = states.numel() // states.shape[-1]
+    if rows >= FEWEST_ROWS:
+        return product(states)
+    enough = nn.functional.pad(states.reshape(rows, -1), (0, 0, 0, FEWEST_ROWS - rows))
+    return product(enough)[:rows].view(*states.shape[:-1], -1)
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:

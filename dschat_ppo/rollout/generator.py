@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from dschat_ppo.algorithms.fused_logprobs import HALF
+from dschat_ppo.common.exactness import exact_rollouts
 from dschat_ppo.cpu_kernels.operations import can_run
 from dschat_ppo.models.backbone import has_states
 from dschat_ppo.models.fast_layers import kernels_for
@@ -100,11 +101,13 @@ def _is_static(
     partner: Partner | None,
     on_gpu: bool,
 ) -> bool:
-    """Whether decode steps run at fixed addresses: on a GPU, with `config.static`, and for
-    dialogues in continuous batching; not for layers that hold a state."""
+    """Whether decode steps run at fixed addresses: on a GPU, with `config.static`, for dialogues in
+    continuous batching, and for exact rollouts, whose kernel reads a shared prompt in place; not
+    for layers that hold a state."""
     if config.engine != "continuous" or has_states(model.config):
         return False
-    if partner is not None and max_over_ranks is None:
+    may_be_pooled = max_over_ranks is None
+    if may_be_pooled and (partner is not None or (exact_rollouts() and not on_gpu)):
         return True
     if config.static is not None:
         return config.static
@@ -146,7 +149,7 @@ def _generate_static(
     have kept the memory."""
     if request.on_gpu and recorder is None:
         recorder = new_recorder()
-    if partner is not None and not request.on_gpu:
+    if not request.on_gpu and (partner is not None or exact_rollouts()):
         recorder = None
     key = (config, len(request.seeds))
     memory = None

@@ -138,7 +138,7 @@ def check_engine(
         reason = of_any_rank(reason_unsupported(model), device)
         if reason:
             return 0.0, reason
-    prompts = _test_prompts(model, vocabulary, device)
+    prompts = check_prompts(model, vocabulary, device)
     request = RolloutRequest(prompts, seeds=torch.arange(SAMPLES * len(LENGTHS)))
     greedy = replace(
         config,
@@ -176,7 +176,7 @@ def _greedy_differences(model: PreTrainedModel, rollout: Rollout) -> list[Tensor
     return [(logprobs - rollout.rollout_logprobs)[mask].abs(), (likeliest - logprobs)[mask]]
 
 
-def _test_prompts(model: PreTrainedModel, vocabulary: int, device: torch.device) -> PromptBatch:
+def check_prompts(model: PreTrainedModel, vocabulary: int, device: torch.device) -> PromptBatch:
     """Left-padded random prompts of `LENGTHS` tokens, or fewer if the model has fewer positions."""
     longest = max(LENGTHS)
     generator = torch.Generator().manual_seed(0)

@@ -63,6 +63,8 @@ def join_ranks(config: StepConfig) -> None:
     if not run.measure:
         lock_folder(folder)
     init_process_group(run.folder)
+    for begin_rank in hooks("runs.begin_rank"):  # of features, before anything is computed
+        begin_rank(config)
     watchdog.start(config.safety.collective_timeout)
     dist.share_rows(config.ranks_of_row)
     if not run.measure:

@@ -142,6 +142,15 @@ def test_a_trial_of_ppo_step(tmp_path):
     assert all(0 < phase["share"] < 1 for phase in found["fixed"]["phases"].values())
 
 
+@pytest.mark.release
+@pytest.mark.slow
+def test_a_trial_of_the_price_of_exact_rollouts():
+    words = ["--tiny", "--repeats", "1", "--workloads", "fixed"]
+    script = "benchmarks/exact_rollout.py"
+    result = succeed(forked(1, "tests/workers/run_module.py", script, *words))
+    assert "fixed, step: exact / default = " in result.stdout
+
+
 # trajectories.py
 
 

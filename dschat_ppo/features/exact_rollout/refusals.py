@@ -1,0 +1,49 @@
+"""Flags with which rollouts cannot be exact."""
+
+from __future__ import annotations
+
+import os
+
+from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.config.step_config import StepConfig
+from dschat_ppo.errors import UserError
+from dschat_ppo.features.exact_rollout.flags import ExactRolloutFlags
+
+MKL_MODE = "MKL_CBWR"  # the variable by which MKL adds in one order
+STRICT = ",STRICT"  # the end of its values with which the order does not depend on the rows
+
+
+def refuse(config: StepConfig) -> None:
+    """Refuse what makes rollouts and training passes round differently."""
+    if not isinstance(config, PPOConfig) or not config.of(ExactRolloutFlags).exact_rollout:
+        return
+    reason = _reason_not_exact(config)
+    if reason is not None:
+        raise UserError(f"--exact_rollout: {reason}")
+    mode = os.environ.get(MKL_MODE)
+    if mode is not None and not mode.endswith(STRICT):
+        raise UserError(
+            f"--exact_rollout: {MKL_MODE} is {mode} in the environment; unset it or use"
+            f" AVX2{STRICT}"
+        )
+
+
+def _reason_not_exact(config: PPOConfig) -> str | None:
+    """Why rollouts cannot be exact with these flags, and the way out; None if they can be."""
+    ppo = config.ppo
+    if ppo.rollout_engine == "padded":
+        return "it is for continuous batching; omit --rollout_engine padded"
+    if ppo.unpin_actor_parameters:
+        return "--unpin_actor_parameters gathers each layer by itself; omit one of the two"
+    if ppo.actor_dropout:
+        return "--actor_dropout changes the log-probs of training; omit one of the two"
+    if config.memory.attn_implementation != "auto":
+        choice = config.memory.attn_implementation
+        return f"--attn_implementation {choice} adds in another order; omit it"
+    if config.ranks_of_row > 1:
+        return "ranks that share rows add in another order; omit --sequence_parallel_size"
+    if (config.value("inference_tp_size") or 1) > 1:
+        return "divided layers add in another order; omit --inference_tp_size"
+    if config.value("actor_lora_dim"):
+        return "adapters are merged into the weights while it generates; omit --actor_lora_dim"
+    return None
