@@ -20,9 +20,9 @@ sentencepiece.SentencePieceTrainer.train(
     hard_vocab_limit=False,
     minloglevel=2,
 )
-special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": False}
 (folder / "tokenizer_config.json").write_text(
-    json.dumps({"tokenizer_class": "LlamaTokenizer", **special})
+    json.dumps({"tokenizer_class": "LlamaTokenizer", **settings})
 )
 LlamaConfig().save_pretrained(folder)  # names the class of the tokenizer
 AutoTokenizer.from_pretrained(folder).backend_tokenizer.save(str(folder / "tokenizer.json"))

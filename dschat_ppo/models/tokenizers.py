@@ -100,7 +100,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
     transformers writes `tokenizer.json` alone. Other programs, such as llama.cpp's converter, read
     the SentencePiece file in its place. That file lacks tokens that were added later, so
-    `tokenizer_config.json` lists them (`added_tokens_decoder`).
+    `tokenizer_config.json` lists them (`added_tokens_decoder`), and it does not say whether BOS
+    precedes a text (`add_bos_token`).
     """
     tokenizer.save_pretrained(folder)
     if not tokenizer.name_or_path:  # made in memory
@@ -115,5 +116,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         str(token_id): token.__getstate__()
         for token_id, token in tokenizer.added_tokens_decoder.items()
     }
+    if tokenizer.bos_token_id is not None:
+        config["add_bos_token"] = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)
     config_file.write_text(text + "\n", encoding="utf-8")

@@ -105,6 +105,7 @@ def test_the_fields_that_other_programs_read_are_in_the_folder(chat_tokenizer, t
         ("generation_config.json", "top_k"): 20,
         ("tokenizer_config.json", "eos_token"): "</s>",
         ("tokenizer_config.json", "bos_token"): "<s>",
+        ("tokenizer_config.json", "add_bos_token"): True,
     }
     assert rows == len(tokenizer)
     for (file, field), value in expected.items():
@@ -308,7 +309,7 @@ def test_the_converter_keeps_tokens_template_end_and_settings(packages, tmp_path
     assert len(set(scores[259:pieces])) == pieces - 259, "of the pieces, after 3 and 256 bytes"
     assert fields["tokenizer.chat_template"] == tokenizer.chat_template
     assert fields["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id
-    assert fields["tokenizer.ggml.add_bos_token"] is True
+    assert fields["tokenizer.ggml.add_bos_token"] is False, "llama.cpp adds it by default"
     assert fields["general.sampling.temp"] == pytest.approx(0.6)
     assert fields["general.sampling.top_k"] == 20
 

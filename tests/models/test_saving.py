@@ -15,6 +15,7 @@ from conftest import tiny_config
 from safetensors.torch import load_file, save_file
 from test_loading import IDS, expected_scores, write_deepspeed_chat
 from tiny_models import model_of
+from tiny_tokenizers import tokenizer_of
 from torch import nn
 from transformers import (
     AutoTokenizer,
@@ -343,6 +344,19 @@ def test_a_sentencepiece_file_is_saved_with_the_tokens_that_were_added(assets, t
     text = "Where is <|turn|>the zebra?"
     assert again.encode(text) == tokenizer.encode(text)
     assert again.all_special_tokens == tokenizer.all_special_tokens
+
+
+@pytest.mark.parametrize(("kind", "adds_bos"), [("pieces", True), ("bytes", False)])
+def test_beside_a_sentencepiece_file_stands_whether_bos_precedes_a_text(tmp_path, kind, adds_bos):
+    tokenizer_of(kind).save_pretrained(tmp_path / "start")
+    (tmp_path / "start/tokenizer.model").write_bytes(b"pieces")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "start")
+    save_tokenizer(tokenizer, tmp_path / "end")
+    config = json.loads((tmp_path / "end/tokenizer_config.json").read_text())
+    assert config["add_bos_token"] is adds_bos
+    again = AutoTokenizer.from_pretrained(tmp_path / "end")
+    assert again.encode("the lamp") == tokenizer.encode("the lamp")
+    assert (again.encode("the lamp")[0] == again.bos_token_id) is adds_bos
 
 
 def test_without_a_sentencepiece_file_at_the_start_none_is_saved(assets, tmp_path, monkeypatch):
