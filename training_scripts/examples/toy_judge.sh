@@ -1,5 +1,6 @@
 # Sourced by the `run.sh` of examples with the toy judge. Creates in "$out", unless they exist: `toy` (model and data of
-# the quickstart), `sft` (its SFT model), `judge_task` and `judge` (a judge that knows the true rule, by SFT on verdicts),
+# the quickstart), `sft` (an SFT model of these, trained for longer), `judge_task` and `judge` (a judge that knows the
+# true rule, by SFT on verdicts),
 # `judge.json` (its accuracy, and what hostile answers get). `judge` is the specification for --judge.
 export DTYPE="${DTYPE:-fp32}" # bf16 rounds away much of what a few steps change in models of 1 M parameters
 source "$(dirname "${BASH_SOURCE[0]}")/../ranks.sh"
@@ -16,7 +17,11 @@ if [ ! -e "$out/toy/model/model.safetensors" ]; then
 fi
 
 if ! is_valid_json "$out/sft/result.json"; then
-    bash "$top/training_scripts/toy/run_step1_sft.sh" "$out/toy" "$out/sft"
+    bash "$top/training_scripts/toy/run_step1_sft.sh" "$out/toy" "$out/sft" \
+        --per_device_train_batch_size "$(per_rank 64)" \
+        --learning_rate 2e-3 \
+        --num_train_epochs 2 \
+        --max_steps 250
     finished "$out/sft"
 fi
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO with a toy judge, and with a learned reward: run.sh OUT_DIR [SEED ...]      seeds: 1 2 3
-# The quickstart's SFT model answers. The judge is a language model that knows the true rule, trained here by step 1; the
-# learned reward is trained by step 2. The true rule scores the evaluations. Finished runs are kept.
+# An SFT model of the quickstart's data answers. The judge is a language model that knows the true rule, trained here by
+# step 1; the learned reward is trained by step 2. The true rule scores the evaluations. Finished runs are kept.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 out="${1:?usage: run.sh OUT_DIR [SEED ...]}"
@@ -10,7 +10,7 @@ seeds=("${@:2}")
 if [ "${#seeds[@]}" -eq 0 ]; then seeds=(1 2 3); fi
 
 if ! is_valid_json "$out/reward/result.json"; then
-    bash "$top/training_scripts/toy/run_step2_reward.sh" "$out/toy" "$out/sft" "$out/reward"
+    bash "$top/training_scripts/toy/run_step2_reward.sh" "$out/toy" "$out/sft" "$out/reward" --max_steps 63
     finished "$out/reward"
 fi
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Online DPO with a toy judge: run.sh OUT_DIR [ROUNDS [SEED]]      3 rounds, seed 1
 # A round samples answers of the policy, lets the judge score them, writes the best and the worst answer to each prompt as
-# a pair, and trains the policy on the pairs by DPO; the reference is the policy before the round. The first policy is the
-# quickstart's SFT model. The true rule only measures. Finished parts are kept, so more rounds continue.
+# a pair, and trains the policy on the pairs by DPO; the reference is the policy before the round. The first policy is an
+# SFT model of the quickstart's data. The true rule only measures. Finished parts are kept, so more rounds continue.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 out="${1:?usage: run.sh OUT_DIR [ROUNDS [SEED]]}"
