@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from dschat_ppo.features.explain.algorithm_program import algorithm_program
 from dschat_ppo.features.explain.programs import algorithm_main
 from dschat_ppo.features.explain.record_files import recorded_steps
 from dschat_ppo.features.explain.token_records import token_record_of
+from dschat_ppo.models.step_passes import StepPasses
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.wrapped_models import ResponseLogprobs
 from dschat_ppo.monitor.metric_sums import MetricSums
@@ -101,7 +103,7 @@ def recorded_step(config, monkeypatch, tokenizer) -> Path:
             (part.old_logprobs + at(part, moved)).requires_grad_(), at(part, entropies), []
         )
 
-    def response_values(model, part):
+    def response_values(model, part, *_):
         return (part.values + at(part, moved)).requires_grad_()
 
     monkeypatch.setattr(token_losses, "response_logprobs", response_logprobs)
@@ -110,6 +112,7 @@ def recorded_step(config, monkeypatch, tokenizer) -> Path:
     loss_of = ActorLoss("actor", flags, 1.0, None, terms, config.has_policy_loss)
     updates = []
     for minibatch in MiniDataset(3, 8, 4, seed=0).minibatches(experience, 1, step=1):
+        minibatch = replace(minibatch, passes=StepPasses())  # there are no models
         of_actor = RecordedTokens(TOKENS_OF_ACTOR)
         of_critic = RecordedTokens(TOKENS_OF_CRITIC)
         for part in minibatch.micro_batches:
