@@ -31,7 +31,8 @@ from models import Workload  # noqa: E402
 def test_a_picture_s_run_has_a_script_and_flags_of_step_3(run):
     words = curves.RUNS[run].format(work="w", out="o").split()
     assert (ROOT / words[0]).exists()
-    flags = words[next(i for i, word in enumerate(words) if word.startswith("--")) :]
+    first_flag = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+    flags = words[first_flag:]
     models = [
         "--actor_model_name_or_path",
         "a",
