@@ -71,10 +71,10 @@ def _in_blocks(values: Tensor) -> list[Tensor]:
     """Views of (B, V) numbers: (B, blocks, `CPU_COLUMNS`), and (B, 1, columns) of the last block,
     where that has fewer."""
     width = values.shape[1]
-    whole = width - width % CPU_COLUMNS
+    divisible = width - width % CPU_COLUMNS
     blocks = []
-    if whole:
-        blocks.append(values[:, :whole].view(len(values), -1, CPU_COLUMNS))
-    if whole < width:
-        blocks.append(values[:, None, whole:])
+    if divisible:
+        blocks.append(values[:, :divisible].view(len(values), -1, CPU_COLUMNS))
+    if divisible < width:
+        blocks.append(values[:, None, divisible:])
     return blocks

@@ -94,8 +94,10 @@ def compared_kernels(
     """The module `gpu_kernels`, if each output of `outputs_of` it, (name, output, expected), is as
     expected; else None, with a warning that they cannot be used for `what`."""
     # the saved tensors of a comparison are not those of a checkpoint around it
-    kept = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
-    with attempt() as tried, kept:
+    saved_tensors = torch.autograd.graph.saved_tensors_hooks(
+        lambda saved: saved, lambda saved: saved
+    )
+    with attempt() as tried, saved_tensors:
         from dschat_ppo import gpu_kernels  # builds of PyTorch for CPUs have no Triton
 
         for name, output, expected in outputs_of(gpu_kernels):

@@ -301,8 +301,6 @@ def critic_loss(
     """
     mask = rows.response_mask
     values = response_values(critic, rows, minibatch.passes.pass_rows(critic, rows))
-    if recorded is not None:
-        recorded.record(rows, values=values)
     if isinstance(rows, Experience):
         assert rows.values is not None
         old_values = rows.values
@@ -322,6 +320,7 @@ def critic_loss(
     losses, clipped = value_losses(values, old_values, returns, mask, flags.value_clip_eps)
     loss = losses.sum() / minibatch.value_tokens
     if recorded is not None:
+        recorded.record(rows, values=values)
         recorded.record_gradient(rows, "value_gradients", values, loss)
     sums.add_sum("value/loss", loss, loss.new_full((), minibatch.metric_weight))
     sums.add_mean("value/clip_fraction", clipped.float(), mask)

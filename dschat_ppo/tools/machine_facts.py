@@ -138,7 +138,7 @@ def machine() -> Facts:
         nvcc = str(Path(os.environ["CUDA_HOME"]) / "bin/nvcc")
     return [
         ("system", f"{platform.platform()}{container()}"),
-        ("processor", processor()),
+        ("processor", processor_model()),
         ("cores", f"{usable_cores()} usable of {os.cpu_count()}"),
         ("host memory", host_memory_text()),
         ("/dev/shm", size_of_file_system(Path("/dev/shm"))),
@@ -155,7 +155,7 @@ def container() -> str:
     return ""
 
 
-def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def processor_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Model of the processor, and which of `CPU_FEATURES` it has."""
     text = file_text(cpuinfo)
     model = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", text, re.MULTILINE)

@@ -138,9 +138,9 @@ def test_the_network_is_named_where_a_folder_is_on_it(tmp_path):
 def test_the_processor_is_named_with_what_decides_its_speed(tmp_path):
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("model name\t: Xeon\nflags\t\t: fpu avx2 avx512_bf16x amx_bf16 amx_tile\n")
-    assert machine_facts.processor(cpuinfo).endswith("; avx2 amx_tile amx_bf16")
-    assert machine_facts.processor(cpuinfo).startswith("Xeon, ")
-    assert "none of avx2" in machine_facts.processor(tmp_path / "nothing")
+    assert machine_facts.processor_model(cpuinfo).endswith("; avx2 amx_tile amx_bf16")
+    assert machine_facts.processor_model(cpuinfo).startswith("Xeon, ")
+    assert "none of avx2" in machine_facts.processor_model(tmp_path / "nothing")
 
 
 def test_gpus_are_those_of_nvidia_smi_or_said_to_be_out_of_reach(tmp_path, monkeypatch):
