@@ -12,7 +12,7 @@ PPO_RULES = (
         "above it",
         0.1,
         "a judge gives many answers no score: its template reads what rows lack, its positions are"
-        " too few, or what it writes (reads=text) has no verdict",
+        " too few, what it writes (reads=text) has no verdict, or its address refuses questions",
         "read the first cause in logs/; correct the template or the data, or take another --judge",
     ),
     Rule(
