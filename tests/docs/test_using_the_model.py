@@ -51,7 +51,7 @@ CONTROL, USER_DEFINED = 3, 4  # kinds of tokens in a GGUF file
 LORA = AdapterSettings(4, 8.0, 0.0, None, rslora=False, dora=False, freeze_base=True)
 
 
-def blocks(language: str) -> list[str]:
+def page_blocks(language: str) -> list[str]:
     """The page's blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
@@ -76,7 +76,7 @@ def save_chain(tokenizer, folder: Path, resized_from: int | None = None) -> None
 
 
 @pytest.fixture(scope="module")
-def chat_tokenizer():
+def chatml_tokenizer():
     tokenizer = tokenizer_of("bytes with BOS")
     tokenizer.chat_template = named_template("chatml", tokenizer)
     return tokenizer
@@ -85,9 +85,9 @@ def chat_tokenizer():
 # At each change
 
 
-def test_the_fields_that_other_programs_read_are_in_the_folder(chat_tokenizer, tmp_path):
+def test_the_fields_that_other_programs_read_are_in_the_folder(chatml_tokenizer, tmp_path):
     start = tmp_path / "start"
-    chat_tokenizer.save_pretrained(start)
+    chatml_tokenizer.save_pretrained(start)
     (start / "tokenizer.model").write_bytes(b"pieces")
     tokenizer = load_tokenizer(str(start), "--model")
     tokenizer.add_tokens(["zebra"])
@@ -151,7 +151,7 @@ MODELFILE = re.compile(
 
 
 @pytest.mark.parametrize(
-    ("name", "block"), list(zip(MODELFILES, blocks("dockerfile"), strict=True))
+    ("name", "block"), list(zip(MODELFILES, page_blocks("dockerfile"), strict=True))
 )
 def test_a_modelfile_writes_what_the_template_writes(name, block):
     tokenizer = tokenizer_of("bytes")
@@ -185,7 +185,7 @@ def with_adapter(model):
 
 def python_block(names: str) -> str:
     """The page's block of Python in which `names` occurs."""
-    [block] = [block for block in blocks("python") if names in block]
+    [block] = [block for block in page_blocks("python") if names in block]
     return block
 
 
@@ -333,13 +333,13 @@ def test_the_converter_refuses_a_reward_model_and_its_adapter(packages, assets, 
 @pytest.mark.slow
 @pytest.mark.release
 def test_transformers_serve_renders_the_template_and_ends_with_the_turn(
-    packages, chat_tokenizer, tmp_path
+    packages, chatml_tokenizer, tmp_path
 ):
-    save_chain(chat_tokenizer, tmp_path / "out/sft")
+    save_chain(chatml_tokenizer, tmp_path / "out/sft")
     port = _free_port()
     [serve] = [line for line in PAGE.splitlines() if line.startswith("transformers serve ")]
     words = shlex.split(serve.replace("8000", str(port)))
-    [curl] = [block for block in blocks("sh") if block.startswith("curl ")]
+    [curl] = [block for block in page_blocks("sh") if block.startswith("curl ")]
     request = json.loads(shlex.split(curl)[-1]) | {"temperature": 0.01}
     program = str(Path(sys.executable).with_name(words[0]))
     with (
@@ -359,7 +359,7 @@ def test_transformers_serve_renders_the_template_and_ends_with_the_turn(
     [choice] = answer["choices"]
     assert choice["message"]["content"] == ANSWER
     assert choice["finish_reason"] == "stop"
-    prompt = chat_tokenizer.apply_chat_template(
+    prompt = chatml_tokenizer.apply_chat_template(
         QUESTION, add_generation_prompt=True, return_dict=False
     )
     assert answer["usage"]["prompt_tokens"] == len(prompt)
