@@ -13,6 +13,7 @@ from pathlib import Path
 import deepspeed
 import torch
 
+from dschat_ppo.algorithms import step as formulas
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.engine.hybrid_engine import HybridEngine
@@ -130,11 +131,11 @@ def note_everything() -> None:
         )
     note(loop, "gather_rows", "gather_rows", "ppo/mini_dataset.py")
     note(advantages.AdvantageComputation, "with_rewards", "with_rewards", "ppo/advantages.py")
-    note(advantages, "token_rewards", "token_rewards", "algorithms/token_rewards.py")
+    note(formulas, "token_rewards", "token_rewards", "algorithms/token_rewards.py")
     note(components.PPOComponents, "critic_pass", "critic_pass", "ppo/components.py")
     note(advantages.AdvantageComputation, "advantages", "advantages", "ppo/advantages.py")
     note(advantages.ESTIMATORS, "gae", "gae", "algorithms/advantage_estimators.py")
-    note(advantages, "masked_whiten", "masked_whiten", "algorithms/aggregation.py")
+    note(formulas, "masked_whiten", "masked_whiten", "algorithms/aggregation.py")
     for name in ("actor_objective", "critic_objective", "minimise"):
         note(update.PPOUpdate, name, name, "ppo/update.py")
     note(update, "accumulate", "accumulate", "engine/optimizer_step.py")
