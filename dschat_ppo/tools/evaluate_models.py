@@ -88,6 +88,8 @@ def evaluate_models(request: EvaluationRequest) -> Evaluated:
     """Carry out an evaluation. Everything is checked before a model is loaded. `NonFiniteError` if
     the log-probs of a model are not finite."""
     args = request.args
+    for begin in hooks("evaluations.begin"):  # of features, before anything is computed
+        begin(request.features)
     rewards = request.rewards
     functions: list[CheckedFunction] = []
     if rewards is not None:
@@ -260,6 +262,13 @@ def _results_of(
             request.features, checked.tokenizer, args.max_prompt_seq_len, None, at_end
         )
         configs = _generation_configs(model, checked, request, extensions)
+        for check_model in hooks("evaluations.check_model"):  # of features
+            check_model(
+                request.features,
+                PolicyModel(model).eval(),
+                next(iter(configs.values())),
+                any_observes(extensions),
+            )
         mixture = _reward_mixture(
             request, checked, scorer, [*reward_sources_of(extensions), *further_sources]
         )

@@ -1,9 +1,10 @@
-"""`--exact_rollout`, of step 3."""
+"""`--exact_rollout`, of step 3 and of `dschat-evaluate`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dschat_ppo.config.feature_flags import FlagNotes
 from dschat_ppo.config.schema import flag
 
 
@@ -19,4 +20,12 @@ class ExactRolloutFlags:
     )
 
 
-FLAGS = {"ppo": ExactRolloutFlags}
+FLAGS = {"ppo": ExactRolloutFlags, "evaluate": ExactRolloutFlags}
+NOTES = FlagNotes(
+    descriptions={
+        "evaluate": (
+            " With --exact_rollout, on a CPU, an answer and its log-probs depend on its prompt, its"
+            " seed and the weights alone, and are those of the same run of step 3."
+        )
+    }
+)

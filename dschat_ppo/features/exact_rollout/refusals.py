@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 
+from dschat_ppo.config.feature_flags import FeatureFlags
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError
@@ -20,6 +22,17 @@ def refuse(config: StepConfig) -> None:
     reason = _reason_not_exact(config)
     if reason is not None:
         raise UserError(f"--exact_rollout: {reason}")
+    _refuse_mode_of_mkl()
+
+
+def refuse_evaluation(args: Namespace, features: FeatureFlags) -> None:
+    """As `refuse`, for `dschat-evaluate`."""
+    if features.of(ExactRolloutFlags).exact_rollout:
+        _refuse_mode_of_mkl()
+
+
+def _refuse_mode_of_mkl() -> None:
+    """Refuse an environment in which the order of additions depends on the rows."""
     mode = os.environ.get(MKL_MODE)
     if mode is not None and not mode.endswith(STRICT):
         raise UserError(

@@ -1,4 +1,4 @@
-"""The arithmetic of a rank with `--exact_rollout`."""
+"""The arithmetic of a process with `--exact_rollout`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from dschat_ppo.features.exact_rollout.refusals import MKL_MODE, STRICT
 
 
 def begin_rank(config: StepConfig) -> None:
+    """Begin exact rollouts of this rank, if the flags ask for them."""
+    if isinstance(config, PPOConfig) and config.of(ExactRolloutFlags).exact_rollout:
+        begin_exact_rollouts()
+
+
+def begin_exact_rollouts() -> None:
     """Let all products of this process add in one order, whatever the rows. MKL reads the
     variable at its first product."""
-    if not isinstance(config, PPOConfig) or not config.of(ExactRolloutFlags).exact_rollout:
-        return
     if dist.device().type != "cpu":
         raise UserError("--exact_rollout: generation on a GPU is not exact yet; leave it out")
     require_exact_rollouts("--exact_rollout")

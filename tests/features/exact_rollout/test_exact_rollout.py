@@ -26,6 +26,7 @@ from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.rollout.decode_kernels import CPUDecode
 from dschat_ppo.rollout.generation_request import GenerationConfig
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
+from dschat_ppo.tools.evaluate import evaluation_request
 
 TESTS = Path(__file__).parents[2]
 SAMPLING = GenerationConfig(SamplingParameters(), StoppingCriteria(8))
@@ -126,3 +127,33 @@ def test_a_run_of_several_updates_takes_the_log_probs_of_sampling(assets, tmp_pa
         assert run.ppo.old_logprobs == "rollout"
         run.run()
     assert [line["rollout/logprob_diff_max"] for line in run.lines] == [0.0] * len(run.lines)
+
+
+def test_an_evaluation_checks_its_models(assets, tmp_path):
+    """And its answers do not depend on how many prompts run at a time."""
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent}"}
+    environment.pop("MKL_CBWR", None)
+    responses = []
+    for size in (1, 6):
+        words = f"--model {assets}/lm --data_path {assets}/prompts.jsonl --max_tokens 12"
+        words += f" --max_prompts 6 --samples 2 --decoding sampled --batch_size {size} --dtype fp32"
+        words += f" --exact_rollout --json {tmp_path}/{size}.json"
+        finished = subprocess.run(
+            [sys.executable, "-m", "dschat_ppo.tools.evaluate", *words.split()],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert finished.returncode == 0, finished.stderr
+        assert "log-probs equal those of training to the last bit" in finished.stdout
+        found = json.loads((tmp_path / f"{size}.json").read_text())
+        responses.append([result["prompts"] for result in found["results"]])
+    assert responses[0] == responses[1]
+
+
+def test_an_evaluation_refuses_a_mode_of_mkl_that_is_not_strict(assets, monkeypatch):
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    words = f"--model {assets}/lm --data_path {assets}/prompts.jsonl --exact_rollout"
+    with pytest.raises(UserError, match="MKL_CBWR is COMPATIBLE in the environment"):
+        evaluation_request(words.split())
