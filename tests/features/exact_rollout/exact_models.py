@@ -3,7 +3,10 @@ and of training passes with `--exact_rollout`. In a process of its own, because 
 variable at its first product."""
 
 import json
+import math
+import random
 import sys
+from dataclasses import replace
 
 import torch
 from command_lines import config_of
@@ -12,10 +15,12 @@ from tiny_models import new_model, prompts_of
 from dschat_ppo.features.exact_rollout.bits import difference_of_rollouts
 from dschat_ppo.features.exact_rollout.runs import begin_rank
 from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.wrapped_models import PolicyModel
-from dschat_ppo.rollout.generation_request import GenerationConfig
+from dschat_ppo.models.wrapped_models import PolicyModel, response_logprobs
+from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
+from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
-from dschat_ppo.rollout.self_check import LENGTHS, NEW_TOKENS, SAMPLES
+from dschat_ppo.rollout.self_check import LENGTHS, NEW_TOKENS, SAMPLES, Echo
+from dschat_ppo.types import Rollout
 
 # the products of one row of the last one differ from those of several rows in bf16 too
 MODELS = {
@@ -36,6 +41,59 @@ DIALOGUES = GenerationConfig(
 )
 
 
+class LateEcho(Echo):
+    """Each answer comes after a random number of polls, as those of a tool do."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.random = random.Random(seed)
+
+    def observed(self, wait: bool) -> list[tuple[int, list[int]]]:
+        replies = []
+        waiting = []
+        for reply in super().observed(wait):
+            if self.random.random() < 0.5 or (wait and not replies):
+                replies.append(reply)
+            else:
+                waiting.append(reply)
+        self._observations = waiting
+        return replies
+
+
+def difference_by_delays(policy: PolicyModel) -> float:
+    """Of dialogues whose partner answers at once, and late: infinity if tokens differ."""
+    request = RolloutRequest(prompts_of(LENGTHS), seeds=torch.arange(SAMPLES * len(LENGTHS)))
+    partners = [Echo(), LateEcho(1), LateEcho(2), LateEcho(3)]
+    return largest_difference(
+        [generate(policy.lm, request, DIALOGUES, partner=partner) for partner in partners]
+    )
+
+
+def difference_in_groups(policy: PolicyModel) -> float:
+    """Of eight responses to each prompt, in rows of several numbers, and of their training pass."""
+    count = 8 * len(LENGTHS)
+    request = RolloutRequest(prompts_of(LENGTHS), seeds=torch.arange(count))
+    rollouts = [
+        generate(policy.lm, request, replace(PLAIN, samples=8, rows=rows)) for rows in (count, 5, 1)
+    ]
+    trained = response_logprobs(policy, rollouts[0], SAMPLING.temperature).logprobs
+    trained_rollout = replace(rollouts[0], rollout_logprobs=trained)
+    return largest_difference([*rollouts, trained_rollout])
+
+
+def largest_difference(rollouts: list[Rollout]) -> float:
+    """The largest difference of log-probs between the first rollout and the others."""
+    first = rollouts[0]
+    assert first.response_mask.sum() > 20
+    largest = 0.0
+    for other in rollouts[1:]:
+        if not torch.equal(first.response_ids, other.response_ids):
+            return math.inf
+        differences = (first.rollout_logprobs - other.rollout_logprobs)[first.response_mask]
+        largest = max(largest, float(differences.abs().max()))
+    return largest
+
+
 def main() -> None:
     begin_rank(config_of("ppo", "--exact_rollout"))
     differences = {}
@@ -49,6 +107,9 @@ def main() -> None:
                 with torch.no_grad():
                     prompts = prompts_of(LENGTHS)
                     differences[case] = difference_of_rollouts(policy, prompts, PLAIN)
+                    if name == "llama" and threads == 1:
+                        differences[f"{case}, delays"] = difference_by_delays(policy)
+                        differences[f"{case}, groups of 8"] = difference_in_groups(policy)
                     if name == "llama":
                         differences[f"{case}, dialogues"] = difference_of_rollouts(
                             policy, prompts, DIALOGUES, has_partner=True
