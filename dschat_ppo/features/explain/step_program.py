@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -152,6 +153,8 @@ def of_update(rows: Experience, trained: Tensor) -> Experience:
 def read_record(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What a record says of the step, and its columns by name, (N, R) or (N,) each. SystemExit if
     it is not that of a whole step with the flags of this program."""
+    if not Path(path).is_file():
+        sys.exit(f"{path}: there is no such file")
     with safe_open(path, framework="pt") as file:
         header = json.loads(file.metadata()["record"])
         names = list(file.keys())

@@ -293,3 +293,5 @@ def test_a_record_that_does_not_fit_is_refused(tmp_path, monkeypatch, tokenizer)
     exec(algorithm_program(config_for("--policy_loss gspo", tmp_path)), names)
     with pytest.raises(SystemExit, match="written with --policy_loss ppo, this program is for"):
         names["compare_step"](str(record))
+    with pytest.raises(SystemExit, match="none: there is no such file"):
+        names["compare_step"](str(tmp_path / "none"))
