@@ -1,52 +1,13 @@
 """Step 3 with an environment: the numbers do not depend on ranks, ZeRO stages, packing or the way
 of generation."""
 
-import json
-
 import numpy as np
 import pytest
 from launch import forked, metrics_of, succeed
+from letter_episodes import samples_of, words_for
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-ENVIRONMENT = '''
-import os, signal, pathlib, psutil
-FOLDER = pathlib.Path(__file__).parent
-
-def note(word):
-    with (FOLDER / "calls").open("a") as file:
-        file.write(word + "\\n")
-    try:
-        most = int((FOLDER / "most").read_text())
-    except FileNotFoundError:  # another episode has removed it, or there is none
-        return
-    if len((FOLDER / "calls").read_text().split()) >= most:
-        (FOLDER / "most").unlink(missing_ok=True)
-        # this process is a fork of the server of the rank
-        rank = psutil.Process(os.getppid()).parent().pid
-        os.kill(rank, signal.SIGKILL)
-
-class Letters:
-    """Rewards an action by its letters e, and answers with how many there were. Ranks have
-    other numbers of turns."""
-    def reset(self, seed=None, options=None):
-        note("reset")
-        self.turns, self.most = 0, 1 + options['number'] % 2 * 4
-        return f"Room {options['number'] % 3}."
-    def close(self):
-        note("close")
-    def step(self, text):
-        note("step")
-        self.turns += 1
-        seen = f" {text.count('e')} letters. " * (self.turns % 2 + 1)
-        return seen, text.count("e") / 4, self.turns == self.most, False, {}
-'''
-FLAGS = (
-    "--use_reward_model False --advantage_estimator grpo --n_samples_per_prompt 2"
-    " --max_answer_seq_len 48 --kl_coef 0.1 --max_steps 3 --actor_learning_rate 0.0001"
-    " --num_warmup_steps 0 --dtype fp32 --seed 3 --per_device_training_batch_size 2"
-    f" --max_prompt_seq_len 48 --stop_token_ids {' '.join(map(str, range(40, 80)))}"
-).split()
 LAYOUTS = {
     "one": (
         1,
@@ -67,29 +28,6 @@ LAYOUTS = {
 }
 
 
-def words_for(assets, folder, layout, output, *more):
-    """The command line for a layout; makes the environment and the rows in `folder`."""
-    (folder / "letters.py").write_text(ENVIRONMENT)
-    rows = [json.loads(line) for line in (assets / "prompts.jsonl").read_text().splitlines()]
-    (folder / "rows.jsonl").write_text(
-        "".join(json.dumps(row | {"number": n}) + "\n" for n, row in enumerate(rows))
-    )
-    words = [
-        "--actor_model_name_or_path",
-        assets / "lm",
-        "--data_path",
-        folder / "rows.jsonl",
-        *FLAGS,
-        *more,
-    ]
-    words += ["--environment", f"{folder / 'letters.py'}:Letters", "--output_dir", folder / output]
-    return [*words, *LAYOUTS[layout][1].split()]
-
-
-def samples_of(output):
-    return [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
-
-
 def depends_on_the_computation(key):
     return (
         key.split("/")[0] in ("policy", "kl", "reward", "episode", "optim", "rollout")
@@ -101,9 +39,10 @@ def depends_on_the_computation(key):
 def runs(assets, tmp_path_factory):
     folder = tmp_path_factory.mktemp("episodes")
     found = {}
-    for name, (ranks, _) in LAYOUTS.items():
+    for name, (ranks, flags) in LAYOUTS.items():
         (folder / "calls").unlink(missing_ok=True)
-        succeed(forked(ranks, "training/step3_ppo/main.py", *words_for(assets, folder, name, name)))
+        words = words_for(assets, folder, name, *flags.split())
+        succeed(forked(ranks, "training/step3_ppo/main.py", *words))
         calls = (folder / "calls").read_text().split()
         found[name] = metrics_of(folder / name), samples_of(folder / name), calls
     return found
@@ -139,7 +78,7 @@ def test_a_run_that_is_killed_during_a_turn_resumes_and_asks_no_environment_agai
     uninterrupted run. It is killed in the third step, when the checkpoint after the first one is
     complete: the second step asks nothing."""
     # bit-equal whatever the times of answers
-    words = words_for(assets, tmp_path, "padded", "out", "--save_steps", 1)
+    words = words_for(assets, tmp_path, "out", *LAYOUTS["padded"][1].split(), "--save_steps", 1)
     whole = runs["padded"][2]
     episodes = whole.count("close") // 3  # of each of the three steps
     # the last calls of a run may be lost
