@@ -25,6 +25,7 @@ from dschat_ppo.data.verdicts import (
     OWN_FUNCTION,
     SIDES,
     may_be_verdicts,
+    number_in,
     say_which,
     tells_of_a_side,
 )
@@ -204,9 +205,30 @@ def _of_pairs(columns: list[str], rows: list[Row]) -> tuple[tuple[Choice, ...], 
         Choice(f"if '{each}' says which answer is better", {**flags, "better_column": each})
         for each in verdicts
     ]
+    if not choices and named is None:
+        for column in _with_signs(columns, rows):
+            signed = {**flags, "better_column": column}
+            turned = {**signed, "chosen_column": second, "rejected_column": first}
+            choices.append(Choice(f"if '{column}' is below 0 where '{first}' is better", signed))
+            choices.append(Choice(f"if '{column}' is above 0 where '{first}' is better", turned))
     if not choices:
         choices.append(Choice(f"if '{first}' is always the better answer", flags))
     return tuple(choices), verdict
+
+
+def _with_signs(columns: list[str], rows: list[Row]) -> Iterator[str]:
+    """The columns that may say by how much one of two answers is better: their names tell of a
+    difference, or they have numbers below and above 0."""
+    for column in columns:
+        values = [row[column] for row in rows if row.get(column) is not None]
+        numbers = [number for number in map(number_in, values) if number is not None]
+        if not numbers or len(numbers) < len(values):
+            continue
+        is_named = re.search(
+            r"(^|_)(margin|diff|difference|gap|delta|strength|lead)s?($|_)", column
+        )
+        if is_named or min(numbers) < 0 < max(numbers):
+            yield column
 
 
 def _named_better_and_worse(columns: list[str], rows: list[Row]) -> tuple[str, str] | None:

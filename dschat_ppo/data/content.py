@@ -14,6 +14,8 @@ from dschat_ppo.data.messages import (
     WEIGHTS,
     leaves_out,
     looks_like_messages,
+    names_thoughts,
+    words_of_name,
 )
 from dschat_ppo.data.uses import further_uses
 from dschat_ppo.data.verdicts import TURNING, VERDICT_ROLES
@@ -59,10 +61,9 @@ _OF_REWARDS = {
     "labels",
     *THOUGHTS,
 }
-# The last word of the name of a column that holds an answer, or the thoughts before one
+# The last word of the name of a column that holds an answer
 _OF_AN_ANSWER = re.compile(
-    r"(^|_)(solution|code|rationale|cot|chain_of_thought|explanation|reasoning|thinking|thought"
-    r"|generation|derivation|trajectory|target)s?$|(^|_)trajectories$"
+    r"(^|_)(solution|code|explanation|generation|derivation|trajectory|target)s?$|(^|_)trajectories$"
 )
 _MOST_OF_SWITCH = 30  # characters
 _OF_TESTS = re.compile(r"^(test|unit|challenge|is|has|num)_")
@@ -73,9 +74,9 @@ _WORDS_OR_CODE = re.compile(r"\S\s+\S|[(){}=]")
 def names_an_answer(column: str) -> bool:
     """Whether a name tells of an answer or of thoughts, in any spelling: `r1_solution_1`,
     `Complex_CoT`, `modelRationale`."""
-    words = re.sub(r"([a-z])([A-Z][a-z])", r"\1_\2", column).lower()
-    words = re.sub(r"[\W_\d]+$", "", re.sub(r"\W", "_", words))
-    return bool(_OF_AN_ANSWER.search(words)) and not _OF_TESTS.search(words)
+    words = words_of_name(column)
+    is_named = bool(_OF_AN_ANSWER.search(words)) or names_thoughts(column)
+    return is_named and not _OF_TESTS.search(words)
 
 
 def is_of_rewards(column: str) -> bool:

@@ -13,7 +13,7 @@ from dschat_ppo.common.own_functions import file_named, own_function
 from dschat_ppo.config.data_flags import DataFlags, Use
 from dschat_ppo.config.schema import is_own_function
 from dschat_ppo.data.advice import Choice, as_known_set
-from dschat_ppo.data.content import is_of_rewards
+from dschat_ppo.data.content import CONTENT, is_of_rewards
 from dschat_ppo.data.examples import Example, Row, field_at, has_value, json_value
 from dschat_ppo.data.form_columns import (
     description_of,
@@ -26,6 +26,7 @@ from dschat_ppo.data.form_readers import is_transcript
 from dschat_ppo.data.form_rendering import Candidate, rendering_of
 from dschat_ppo.data.form_sample import DataSample, exists, quoted_names, sample_of
 from dschat_ppo.data.forms import Form, RowReader, rows_made
+from dschat_ppo.data.messages import ROLES
 from dschat_ppo.data.readings import Trial
 from dschat_ppo.data.unread import UnreadError, WatchedColumns
 from dschat_ppo.data.uses import further_uses
@@ -33,6 +34,9 @@ from dschat_ppo.data.verdicts import OWN_FUNCTION, Scale, UnclearVerdictError, s
 from dschat_ppo.errors import UserError
 
 FIRST_ROWS = 20
+# Columns of rows that are one message each
+_TEXTS_OF_MESSAGES = ("text", "content", "message", "value", "body", "utterance")
+_ROLES_OF_MESSAGES = ("role", "author", "speaker", "sender", "from")
 
 
 def detect_form(
@@ -100,14 +104,7 @@ def _detected(sample: DataSample) -> Form:
     """The first form that reads the rows. If it would lose the content of some columns, a later one
     counts that uses these and loses nothing: the prompt of a row, with its system message, holds
     the question beside it."""
-    if {"text", "role", "parent_id"} <= set(sample.columns):
-        raise UnreadError(
-            f"{sample.name}: 'text' is one message of a tree ('role', 'parent_id'), and no text by"
-            " itself",
-            "best_paths.py in docs/data.md makes conversations of the best replies;"
-            " --ignore_columns parent_id reads each message as a text",
-            is_sure=True,
-        )
+    _check_rows_are_no_messages(sample)
     first: Form | None = None
     lost = set[str]()
     for candidate in _candidates(sample):
@@ -127,6 +124,36 @@ def _detected(sample: DataSample) -> Form:
                     return form
     assert first is not None  # for mypy: without candidates an error is raised
     return first
+
+
+def _check_rows_are_no_messages(sample: DataSample) -> None:
+    """Refuse rows each of which is one message of a conversation: a text beside the role of who
+    says it."""
+    if {"text", "role", "parent_id"} <= set(sample.columns):
+        raise UnreadError(
+            f"{sample.name}: 'text' is one message of a tree ('role', 'parent_id'), and no text by"
+            " itself",
+            "best_paths.py in docs/data.md makes conversations of the best replies;"
+            " --ignore_columns role reads each message as a text",
+            is_sure=True,
+        )
+    if sample.of_content or sample.flags.data_format != "auto":
+        return
+    texts = [column for column in _TEXTS_OF_MESSAGES if column in sample.columns]
+    if not texts or CONTENT.intersection(sample.columns) - {texts[0]}:
+        return
+    for role in _ROLES_OF_MESSAGES:
+        names = [str(row.get(role)).strip().lower() for row in sample.rows]
+        if role in sample.columns and names and all(name in ROLES for name in names):
+            raise UnreadError(
+                f"{sample.name}: '{texts[0]}' is one message, which '{role}' says, and no text by"
+                " itself",
+                "make a row of each conversation, whose column 'messages' is the list of its"
+                " messages, as best_paths.py in docs/data.md does; --data_format text"
+                f" --response_column {texts[0]} --ignore_columns {role} reads each message as a"
+                " text",
+                is_sure=True,
+            )
 
 
 def _lost_columns(form: Form, rows: list[Row]) -> set[str]:

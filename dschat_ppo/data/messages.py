@@ -8,7 +8,9 @@ are dropped, because Arrow adds every key of a column to every message.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from dschat_ppo.data.examples import Message, Messages, checked, json_value, kind_of
@@ -60,6 +62,11 @@ TURNS = (
     ("prompt", "response"),
     ("instruction", "output"),
 )
+# the last words of the name of a column or key that holds thoughts
+_OF_THOUGHTS = re.compile(
+    r"(^|_)(rationale|cot|chain_of_thought|reasoning|thinking|thought|scratchpad)s?"
+    r"(_(trace|process|path|chain|text|content|step|log|block)(e?s)?)?$"
+)
 # a key of messages that their data set excludes from training; it never reaches a template
 CONTEXT = "_context"
 
@@ -99,6 +106,19 @@ def looks_like_messages(value: Any) -> bool:
     if isinstance(value, list) and not any(isinstance(entry, list) for entry in value):
         return any(map(looks_like_messages, value))
     return isinstance(value, dict) and not {"role", "from"}.isdisjoint(value)
+
+
+def words_of_name(name: str) -> str:
+    """The name of a column or key in lower case, its words joined by `_`, without a number at its
+    end."""
+    words = re.sub(r"([a-z])([A-Z][a-z])", r"\1_\2", name).lower()
+    return re.sub(r"[\W_\d]+$", "", re.sub(r"\W", "_", words))
+
+
+@cache
+def names_thoughts(name: str) -> bool:
+    """Whether the name of a column or key tells of thoughts: `Complex_CoT`, `reasoning_trace`."""
+    return bool(_OF_THOUGHTS.search(words_of_name(name)))
 
 
 def turns_in(value: Any) -> list[Any]:
@@ -158,6 +178,9 @@ def read_messages(value: Any, column: str, role_names: dict[str, str] | None = N
                 " the first one"
             )
         value = value[0]
+    roles = ROLES | (role_names or {})
+    if _are_roles_and_texts(value, roles):
+        value = [{"role": role, "content": text} for role, text in value]
     if not _has_role(value[0]):
         value = turns_in(value) or value
     if all(isinstance(text, str) for text in value):
@@ -165,11 +188,22 @@ def read_messages(value: Any, column: str, role_names: dict[str, str] | None = N
             {"role": ("user", "assistant")[index % 2], "content": text}
             for index, text in enumerate(value)
         ]
-    roles = ROLES | (role_names or {})
     return [
         _read_message(message, roles, f"message {position} of '{column}'")
         for position, message in enumerate(value, start=1)
     ]
+
+
+def _are_roles_and_texts(value: list[Any], roles: dict[str, str]) -> bool:
+    """Whether a list holds pairs of a role and a text: `[["user", "Where?"], ["assistant", ...]]`.
+    In a list of questions and answers, the first text of each pair is no role."""
+    return all(
+        isinstance(pair, list)
+        and len(pair) == 2
+        and isinstance(pair[0], str)
+        and pair[0].strip().lower() in roles
+        for pair in value
+    )
 
 
 def _has_role(message: Any) -> bool:

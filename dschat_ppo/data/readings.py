@@ -3,6 +3,7 @@ have been tried."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -76,11 +77,16 @@ class Trial:
         needed."""
         ways = list[str]()
         for choice in choices:
+            best: Reading | None = None
             for prompt in self._prompts_beside(choice):
                 reading = self._read_with({**prompt, **choice.flags}, use or "preference")
-                if reading is not None:
-                    ways.append(f"{choice.condition}: {named_flags(reading.flags)}")
+                if reading is not None and (best is None or not reading.dropped):
+                    best = reading
+                if best is not None and not best.dropped:
                     break
+            if best is not None:
+                words = f"{choice.condition}: {named_flags(best.flags)}"
+                ways.append(f"{words}{_without(best.dropped)}")
         return ways
 
     def ways(self, use: Use, lost: Sequence[str]) -> list[str]:
@@ -121,12 +127,16 @@ class Trial:
                 f"--data_format FILE.py:FUNCTION can put '{of_questions[0]}' into the prompt"
                 f" {where}"
             )
-        for reading in sorted(readings.values(), key=lambda one: bool(one.dropped)):
+        for reading in sorted(readings.values(), key=lambda one: self._length_of(one.dropped)):
             # what a question is about may be left out, but not the question
             if of_questions and not set(reading.dropped) <= set(lost or of_questions):
                 continue
             ways.append(_reading_in_words(reading))
         return ways
+
+    def _length_of(self, columns: Sequence[str]) -> int:
+        """The characters in some columns of the rows."""
+        return sum(len(str(row.get(column) or "")) for row in self.rows for column in columns)
 
     def _prompts_beside(self, choice: Choice) -> Iterator[dict[str, str]]:
         """Flags for the prompt beside those of a choice, one attempt after another.
@@ -148,7 +158,8 @@ class Trial:
             return
         if has_known_prompt:
             yield {}
-        taken = {path.split(".")[0] for paths in choice.flags.values() for path in paths.split(",")}
+        named = [*choice.flags.values(), *self.flags.columns.values()]
+        taken = {path.split(".")[0] for paths in named for path in re.split("[, ]", paths)}
         lengths = dict[str, int]()
         for column in self.columns:
             if column in taken or column in self.flags.ignore_columns:
@@ -245,9 +256,14 @@ def _reading_in_words(reading: Reading) -> str:
         about = f"{', '.join(names[:-1])} and {names[-1]}"
     if "apply_chat_template" in reading.flags:
         about += " as chat messages"
-    if reading.dropped:
-        about += f", without {', '.join(map(repr, reading.dropped))}"
-    return f"{named_flags(reading.flags)} reads {about}"
+    return f"{named_flags(reading.flags)} reads {about}{_without(reading.dropped)}"
+
+
+def _without(dropped: Sequence[str]) -> str:
+    """What flags leave out of a prompt, in a message."""
+    if not dropped:
+        return ""
+    return f", without {', '.join(map(repr, dropped))}"
 
 
 def _with_lost(
@@ -345,12 +361,14 @@ def _is_hh_transcript(value: Any) -> bool:
 
 
 def _paths(rows: list[Row], column: str) -> list[str]:
-    """The column, or the first one of a list of texts in it, as in `answers.text` of SQuAD."""
+    """The column, the messages in an object, or the first one of a list of texts in it, as in
+    `answers.text` of SQuAD."""
     raw_values = [field_at(row, column) for row in rows if has_value(row, column)]
     values = list(map(json_value, raw_values))
-    if values and all(isinstance(value, dict) and "text" in value for value in values):
-        values = [value["text"] for value in values]
-        column = f"{column}.text"
+    for key in ("text", "messages"):
+        if values and all(isinstance(value, dict) and key in value for value in values):
+            values = [value[key] for value in values]
+            column = f"{column}.{key}"
     if values and all(isinstance(value, list) for value in values):
         if all(isinstance(one, str) for value in values for one in value[:1]):
             return [f"{column}.0"]
@@ -364,9 +382,10 @@ def _paths(rows: list[Row], column: str) -> list[str]:
 
 
 def _texts_in(column: str, rows: list[Row]) -> list[str]:
-    """The column if it holds texts, or the fields with texts of the objects that it holds."""
+    """The column if it holds texts or messages, or the fields with texts of the objects that it
+    holds."""
     values = [row[column] for row in rows if row.get(column) is not None]
-    if values and all(isinstance(value, str) for value in values):
+    if values and all(isinstance(value, str) or looks_like_messages(value) for value in values):
         return [column]
     if values and all(isinstance(value, dict) for value in values):
         return [f"{column}.{key}" for key, inner in values[0].items() if isinstance(inner, str)]

@@ -19,6 +19,7 @@ from dschat_ppo.data.messages import (
     SAID_BY_TOOLS,
     THOUGHTS,
     functions_of,
+    names_thoughts,
     without_context,
 )
 from dschat_ppo.data.replies import opens_thought, read_reply
@@ -303,7 +304,9 @@ def _remarks_on(
         if isinstance(answer, dict):
             trained_texts.append(str(answer.get("content") or ""))
             letters = "".join(turn.split())
-            lost_keys = [key for key in THOUGHTS if _thought(answer, key) not in letters]
+            lost_keys = [
+                key for key in _thought_keys(answer) if _thought(answer, key) not in letters
+            ]
             remarks += [_LOST_THOUGHTS.format(key) for key in lost_keys]
     if all_turns and not isinstance(example.prompt, str):
         template = str(tokenizer.chat_template)
@@ -311,7 +314,7 @@ def _remarks_on(
             if message["role"] != "assistant":
                 continue
             trained_texts.append(str(message.get("content") or ""))
-            for key in THOUGHTS:
+            for key in _thought_keys(message):
                 if _thought(message, key) and not _writes_thoughts(tokenizer, template, key):
                     remarks.append(_LOST_THOUGHTS.format(key))
     if opens_thought(text) and any(not read_reply(turn, True).outside for turn in turns):
@@ -320,6 +323,11 @@ def _remarks_on(
     if any(map(_is_python, calls)):
         remarks.append(_PYTHON_CALL)
     return tuple(dict.fromkeys(remarks))
+
+
+def _thought_keys(message: Message) -> list[str]:
+    """The keys of a message under which thoughts are, by their names."""
+    return [key for key in message if key in THOUGHTS or names_thoughts(key)]
 
 
 def _thought(message: Message, key: str) -> str:

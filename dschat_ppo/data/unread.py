@@ -88,7 +88,7 @@ class WatchedColumns:
             choices.append(Choice(condition, {**flags, "better_column": column}))
         if choices and column not in _OF_PAIRS and "chosen" in self.by_role:
             condition = f"if '{self.by_role['chosen']}' is always the better answer"
-            choices.append(Choice(condition, {"ignore_columns": " ".join(lost)}))
+            choices.append(Choice(condition, {"ignore_columns": " ".join(of_pairs)}))
         value = lost[column]
         way = f"--ignore_columns {' '.join(lost)} leaves out the column"
         further_columns = [repr(name) for name in lost if name != column]

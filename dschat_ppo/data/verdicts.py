@@ -287,12 +287,16 @@ def tells_of_a_side(column: str, values: Sequence[Any], answers: Answers) -> boo
 
 
 def lead_by_names(column: str, value: Any, answers: Answers) -> int | None:
-    """As `lead_of_first` where a value is the name of an answer's column (`winner: "chosen"`), or
-    true or false in a column whose name tells of an answer (`is_chosen_better`); None of others."""
+    """As `lead_of_first` where a value is the name of an answer's column (`winner: "chosen"`), the
+    number at its end (`choice: 1` beside `answer_1`), or true or false in a
+    column whose name tells of an answer (`is_chosen_better`); None of others."""
     word = str(value).strip().lower()
     names = [answer.lower() for answer in answers]
     if word in names:
         return 1 if word == names[0] else -1
+    ends = _numbers_at_ends(answers)
+    if column in _UNCLEAR_VERDICTS and ends and number_in(value) in ends:
+        return 1 if number_in(value) == ends[0] else -1
     side = side_named(column, answers)
     if side and word in _TRUTHS:
         return side if _TRUTHS[word] else -side

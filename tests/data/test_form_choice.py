@@ -196,6 +196,9 @@ def test_turns_are_not_read_where_something_would_be_lost():
     for lost in ({**asked, "weight": 0}, {**asked, "system": "Be brief."}):
         with pytest.raises(UserError, match="message 1 of 'conversation' has no role"):
             read([{"conversation": [lost]}], "sft")
+    named = [["user", "Where is the lamp?"], ["Assistant", "In the hall."]]
+    [pair] = read([{"messages": named}], "sft")
+    assert pair == Example([ASK], ["In the hall."])
     row = {"messages": [[ASK, HALL], [ASK, ROOF]]}
     with pytest.raises(UserError, match="holds 2 conversations; --messages_column messages.0"):
         read([row], "sft")
@@ -209,10 +212,10 @@ def rows_of(name: str) -> list[dict]:
 def test_messages_of_a_tree_are_refused_and_the_page_makes_conversations_of_them(tmp_path):
     rows = rows_of("oasst_flat")
     with pytest.raises(
-        UserError, match="a tree .*best_paths.py in docs/data.md.*_columns parent_id"
+        UserError, match="a tree .*best_paths.py in docs/data.md.*--ignore_columns role "
     ):
         read(rows, "sft")
-    assert read(rows, "sft", ignore_columns=["parent_id"])
+    assert read(rows, "sft", ignore_columns=["role"])
     [script] = re.findall(r"```python\n(# best_paths.py.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     (tmp_path / "best_paths.py").write_text(script)
     made = tmp_path / "made.jsonl"
@@ -221,6 +224,19 @@ def test_messages_of_a_tree_are_refused_and_the_page_makes_conversations_of_them
     examples = read([json.loads(line) for line in made.read_text().splitlines()], "sft")
     assert examples[0] == Example([ASK], ["The lamp is in the hall."])
     assert len(examples) == sum(row["parent_id"] is None for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "role"), [("text", "author"), ("content", "role"), ("message", "speaker")]
+)
+def test_rows_of_one_message_each_are_refused(text, role):
+    rows = [{"id": 1, role: "User", text: "Where?"}, {"id": 2, role: "assistant", text: "There."}]
+    with pytest.raises(UserError, match=f"'{text}' is one message, which '{role}' says") as caught:
+        read(rows, "sft")
+    *_, flags = ways_of(str(caught.value))
+    assert [one.answers for one in read(rows, "sft", **flags)] == [["Where?"], ["There."]]
+    rows[0][role] = "Ann"  # no role, so perhaps who wrote a text
+    assert read([{**row, "text": "A text."} for row in rows], "sft")
 
 
 def test_a_conversation_in_one_text_is_told_what_to_do_with():
@@ -531,6 +547,11 @@ OF_ANSWERS = [  # rows, use, and for each way out the prompt and the answer
     ({**Q, "rationale": LONG}, "sft", [("question", "rationale"), ("question", "answer")]),
     ({**Q, "cot": LONG}, "sft", [("question", "cot"), ("question", "answer")]),
     ({**Q, "Complex_CoT": LONG}, "sft", [("question", "Complex_CoT"), ("question", "answer")]),
+    (
+        {**Q, "reasoning_trace": LONG},
+        "sft",
+        [("question", "reasoning_trace"), ("question", "answer")],
+    ),
     (
         {**Q, "modelExplanation": LONG},
         "sft",

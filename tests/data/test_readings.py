@@ -5,7 +5,7 @@ import json
 import re
 
 import pytest
-from form_fixtures import ASK, assistant, form_of, read, user
+from form_fixtures import ASK, assistant, form_of, read, system, user
 from ways_out import read_by_ways
 
 from dschat_ppo.errors import UserError
@@ -103,6 +103,16 @@ CASES = {
         [{"id": "1", **TALK, "topic": "a lost lamp"}],
         "sft",
         [[(TALK["dialogue"], ["It is there."])]],
+    ),
+    "messages and tools in an object": (
+        [{"input": {"messages": [ASK], "tools": []}, "output": [assistant(GOOD)]}],
+        "sft",
+        [[(Q, [GOOD])]],
+    ),
+    "a question that is short beside messages, prompts": (
+        [{"question": "Row 7", "prompt": [system("Be kind."), ASK], "ground_truth": "42"}],
+        "prompt",
+        [[(Q, [])], [("Row 7", [])]],  # what leaves out less comes first
     ),
     "prompts beside pairs": (
         [{"question": Q, "response_j": GOOD, "response_k": BAD}],

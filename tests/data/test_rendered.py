@@ -98,7 +98,7 @@ THINKS = TURN.replace(
 )
 
 
-@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning", "thought", "cot"])
 @pytest.mark.parametrize("is_known", [True, False])
 def test_thoughts_that_the_template_does_not_know(key, is_known):
     """A template may drop the thoughts of earlier answers."""

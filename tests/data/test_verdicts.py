@@ -7,6 +7,7 @@ import re
 import pytest
 from form_fixtures import ASK, HH, assistant, form_of, read, user
 from test_deepspeed_chat_sets import EXPECTED
+from ways_out import ways_of
 
 from dschat_ppo.data.form_kinds import SETS
 from dschat_ppo.errors import UserError
@@ -315,6 +316,40 @@ def test_flags_of_columns_beside_a_verdict_are_refused():
             UserError, match=f"--better_column '{names}': expected a column, or two"
         ):
             form_of(rows, better_column=names)
+
+
+def test_flags_of_columns_beside_the_number_of_the_better_column_are_refused():
+    rows = [sides("answer_1", "answer_2", side == 1, choice=side) for side in (2, 1)]
+    flags = {"chosen_column": "answer_1", "rejected_column": "answer_2"}
+    with pytest.raises(UserError, match="'choice' is 2, by which 'answer_2' is .*_column choice;"):
+        form_of(rows, **CHAT, **flags)
+    pairs = read(rows, "preference", better_column="choice", **CHAT, **flags)
+    assert [list(pair.answers) for pair in pairs] == [[GOOD, BAD]] * 2
+
+
+def test_a_difference_may_be_of_either_answer():
+    rows = [sides(*RAB, lead > 0, margin=lead) for lead in (-2.0, 1.5)]  # score_a - score_b
+    with pytest.raises(UserError) as caught:
+        read(rows, "preference", **CHAT)
+    below, above = ways_of(str(caught.value))
+    assert "if 'margin' is above 0 where 'answer_a' is better: --" in str(caught.value)
+    for flags, answers in ((below, [BAD, GOOD]), (above, [GOOD, BAD])):
+        pairs = read(rows, "preference", **CHAT, **flags)
+        assert [list(pair.answers) for pair in pairs] == [answers] * 2
+
+
+def test_the_messages_of_the_prompt_are_kept_where_a_verdict_is_left_out():
+    rows = [
+        {"context": [user(Q)], "response1": GOOD, "response2": BAD, "overall_preference": -3},
+        {"context": [user(Q)], "response1": BAD, "response2": GOOD, "overall_preference": 2},
+    ]
+    flags = {"chosen_column": "response1", "rejected_column": "response2"}
+    with pytest.raises(UserError) as caught:
+        form_of(rows, use="preference", **CHAT, **flags)
+    assert str(caught.value).endswith("--prompt_column context --ignore_columns overall_preference")
+    *_, ignoring = ways_of(str(caught.value))
+    pairs = read(rows, "preference", **CHAT, **flags, **ignoring)
+    assert [pair.prompt for pair in pairs] == [[user(Q)]] * 2
 
 
 def test_each_rejected_answer_makes_a_pair_and_a_bad_answer():
