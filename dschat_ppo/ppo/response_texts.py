@@ -9,12 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.data.reply_tokens import (
-    LONGEST_MARK,
-    ends_in_thought,
-    reply_message,
-    without_special,
-)
+from dschat_ppo.data.model_replies import read_tokens
+from dschat_ppo.data.reply_tokens import LONGEST_MARK, ends_in_thought
 from dschat_ppo.features import hooks
 from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.types import FinishReason, Rollout
@@ -46,15 +42,15 @@ def response_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list
     )
     texts = list[ResponseText]()
     for prompt, ids, length, spoken in rows:
-        message = reply_message(tokenizer, ids[:length], ends_in_thought(tokenizer, prompt))
-        final = without_special(tokenizer, str(message["content"]))
-        if final == message.get("text", message["content"]):
+        reply = read_tokens(tokenizer, ids[:length], (), ends_in_thought(tokenizer, prompt))
+        final = reply.content
+        if final == reply.text:
             final = spoken  # decoded after its prompt, the text may begin with a space
         texts.append(
             ResponseText(
                 spoken=spoken,
                 final=final,
-                thoughts=str(message.get("reasoning_content", "")),
+                thoughts=reply.thoughts,
                 episode=spoken,
                 turns=[{"role": "model", "text": spoken}],
             )

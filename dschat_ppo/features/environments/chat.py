@@ -15,6 +15,7 @@ from datasets import Dataset
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.data.examples import MESSAGES, TOOLS
+from dschat_ppo.data.model_replies import read_tokens
 from dschat_ppo.data.reply_tokens import ends_in_thought
 from dschat_ppo.data.templates import Messages
 from dschat_ppo.errors import UserError
@@ -22,7 +23,7 @@ from dschat_ppo.features.environments.environments import Turn
 from dschat_ppo.features.environments.episode_rollouts import EpisodeRollouts
 from dschat_ppo.features.environments.flags import EnvironmentFlags
 from dschat_ppo.features.environments.observations import ObservationTokens, observed_text
-from dschat_ppo.features.environments.turns import WAIT_SECONDS, read_action
+from dschat_ppo.features.environments.turns import WAIT_SECONDS, action_message
 from dschat_ppo.rewards.worker_pool import CallError
 from dschat_ppo.rollout.continuous_batching import never
 from dschat_ppo.tools.chat_model import ChatModel, CheckedModel, StreamedToken
@@ -130,7 +131,8 @@ class EpisodeModel(ChatModel):
             if episode.remark:  # a limit cut it
                 return
             is_opened = ends_in_thought(self.tokenizer, ids[:start])
-            action, refusal = read_action(self.tokenizer, ids[start:], self.tools, is_opened)
+            reply = read_tokens(self.tokenizer, ids[start:], self.tools, is_opened)
+            action, refusal = action_message(reply)
             for call in action.get("tool_calls", ()):
                 function = call["function"]
                 arguments = json.dumps(function["arguments"])

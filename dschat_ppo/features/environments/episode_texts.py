@@ -9,14 +9,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.data.encode import decoded
 from dschat_ppo.data.examples import Message
+from dschat_ppo.data.model_replies import read_tokens
 from dschat_ppo.data.replies import read_reply
 from dschat_ppo.data.reply_tokens import LONGEST_MARK, ends_in_thought, without_special
 from dschat_ppo.data.templates import without_final
 from dschat_ppo.features.environments.shown_sections import sections_of
-from dschat_ppo.features.environments.tool_calls import said_and_called
-from dschat_ppo.features.environments.turns import read_action
 from dschat_ppo.ppo.response_texts import whole_texts
 from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.types import Rollout
@@ -120,13 +118,8 @@ def _final_and_thoughts(
 ) -> tuple[str, str]:
     """What an action says, without its thoughts and calls, and its thoughts. `is_opened`: whether
     what precedes it ends inside a thought."""
-    message, malformed = read_action(tokenizer, ids, tools, is_opened)
-    final = str(message["content"])
-    thoughts = str(message.get("reasoning_content", ""))
-    if malformed is not None:  # a call that cannot be read is a call
-        text, _ = without_final(tokenizer, decoded(tokenizer, ids))
-        text_before_call, _ = said_and_called(text, is_opened)
-        reply = read_reply(text_before_call, is_opened)
-        final = reply.rest
-        thoughts = reply.thoughts
-    return without_special(tokenizer, final), thoughts
+    reply = read_tokens(tokenizer, ids, tools, is_opened)
+    final = reply.content
+    if reply.malformed:  # a call that cannot be read is a call
+        final = without_special(tokenizer, read_reply(reply.said, is_opened).rest)
+    return final, reply.thoughts

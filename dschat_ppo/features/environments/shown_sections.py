@@ -9,10 +9,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.data.encode import decoded
+from dschat_ppo.data.model_replies import read_text
 from dschat_ppo.data.reply_tokens import LONGEST_MARK, ends_in_thought
 from dschat_ppo.data.templates import without_final
 from dschat_ppo.features.environments.observations import observed_text
-from dschat_ppo.features.environments.tool_calls import said_and_called
 from dschat_ppo.types import Rollout
 
 
@@ -63,10 +63,10 @@ def _action_sections(
 ) -> list[dict[str, Any]]:
     """What an action says, and its calls; `before`: the tokens that precede it."""
     text, _ = without_final(tokenizer, decoded(tokenizer, ids))
-    said, called = said_and_called(text, ends_in_thought(tokenizer, before))
+    reply = read_text(tokenizer, text, None, ends_in_thought(tokenizer, before))
     sections = list[dict[str, Any]]()
-    if said or not called:
-        sections.append({"role": "model", "text": said})
-    if called:
-        sections.append({"role": "call", "text": called})
+    if reply.said or not reply.called:
+        sections.append({"role": "model", "text": reply.said})
+    if reply.called:
+        sections.append({"role": "call", "text": reply.called})
     return sections

@@ -9,16 +9,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.data.encode import decoded
 from dschat_ppo.data.examples import Message
-from dschat_ppo.data.reply_tokens import ends_in_thought, reply_message
-from dschat_ppo.data.templates import without_final
+from dschat_ppo.data.model_replies import ModelReply, read_tokens
+from dschat_ppo.data.reply_tokens import ends_in_thought
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.environments.environments import Turn
 from dschat_ppo.features.environments.episode_processes import Episodes
 from dschat_ppo.features.environments.journal import JournalledEpisodes
 from dschat_ppo.features.environments.observations import ObservationTokens
-from dschat_ppo.features.environments.tool_calls import MalformedCallError, parse_action
 from dschat_ppo.rewards.call_forms import LARGEST
 from dschat_ppo.rewards.worker_pool import CallError
 
@@ -26,23 +24,13 @@ WAIT_SECONDS = 1.0
 MALFORMED = "error"  # in place of the name of the tool
 
 
-def read_action(
-    tokenizer: PreTrainedTokenizerBase,
-    ids: list[int],
-    tools: list[dict[str, Any]],
-    is_opened: bool = False,
-) -> tuple[Message, Turn | None]:
-    """The message that the tokens of an action are, and what answers it if its tool calls cannot be
-    read. `is_opened`: whether what precedes the action ends inside a thought. Without tools see
-    `reply_message`."""
-    if not tools:
-        return reply_message(tokenizer, ids, is_opened), None
-    text, _ = without_final(tokenizer, decoded(tokenizer, ids))
-    try:
-        return parse_action(tokenizer, text, tools, is_opened), None
-    except MalformedCallError as problem:
-        answer = {"role": "tool", "name": MALFORMED, "content": f"error: {problem}"}
-        return {"role": "assistant", "content": text}, Turn([answer], failed_calls=1)
+def action_message(reply: ModelReply) -> tuple[Message, Turn | None]:
+    """The message that an environment hears, and what answers it if a call in it cannot be read:
+    then none of its calls is carried out."""
+    if not reply.malformed:
+        return reply.message, None
+    answer = {"role": "tool", "name": MALFORMED, "content": f"error: {reply.malformed}"}
+    return {"role": "assistant", "content": reply.text}, Turn([answer], failed_calls=1)
 
 
 @dataclass
@@ -95,7 +83,8 @@ class EpisodeTurns:
             self._answers.append((sequence, CallError(record.problem)))
             return
         self._last[sequence] = ids[-1]
-        action, answer = read_action(self.tokenizer, ids, self.observations.tools, record.is_opened)
+        reply = read_tokens(self.tokenizer, ids, self.observations.tools, record.is_opened)
+        action, answer = action_message(reply)
         record.messages.append(action)
         if answer is None:
             self.episodes.step(sequence, action)

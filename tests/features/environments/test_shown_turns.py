@@ -10,8 +10,10 @@ import torch
 from chat_tokenizers import SHAPES, shaped
 from datasets import Dataset
 from tiny_experience import record
+from tiny_tokenizers import tokenizer_of
 
 from dschat_ppo.data.encode import encode_after
+from dschat_ppo.data.model_replies import read_text
 from dschat_ppo.errors import StorageError, UserError
 from dschat_ppo.features.environments.environments import Turn
 from dschat_ppo.features.environments.episode_rollouts import EpisodeRollouts
@@ -19,7 +21,6 @@ from dschat_ppo.features.environments.episode_texts import episode_texts
 from dschat_ppo.features.environments.observations import ObservationTokens, observed_text
 from dschat_ppo.features.environments.rollouts import extension_of
 from dschat_ppo.features.environments.shown_sections import sections_of
-from dschat_ppo.features.environments.tool_calls import said_and_called
 from dschat_ppo.features.environments.turns import EpisodeRecord, EpisodeTurns
 from dschat_ppo.ppo.evaluation import evaluated_prompts, json_line
 from dschat_ppo.ppo.response_texts import heading
@@ -155,7 +156,8 @@ def test_the_text_of_an_observation_without_a_template_or_around_several_message
     ],
 )
 def test_what_a_message_says_and_what_it_calls(text, expected):
-    assert said_and_called(text) == expected
+    reply = read_text(tokenizer_of("bytes"), text, None)
+    assert (reply.said, reply.called) == expected
 
 
 TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
