@@ -16,6 +16,8 @@ ROOT = Path(__file__).parent.parent
 COPIED = ("dschat_ppo", "training", "tests", "pyproject.toml")
 # features that the core still imports or asks for by name, and what hinders their deletion
 NOT_YET: dict[str, str] = {}
+# feature -> those whose modules it imports: it goes with them
+BUILDS_ON = {"agents": ("environments",)}
 # which of the loop's tests run without each feature: without repetitions, except for a release
 CHOSEN = "not test_loop or order_of_a_run or metrics_of_a_run or equals_the_whole_run"
 ALL = "test"
@@ -24,7 +26,7 @@ pytestmark = pytest.mark.ranks
 
 
 def copied(folder: Path, without: str | None) -> Path:
-    """A copy of the tree without a feature."""
+    """A copy of the tree without a feature, and without those that build on it."""
     tree = folder / (without or "whole")
     tree.mkdir()
     for name in COPIED:
@@ -33,12 +35,14 @@ def copied(folder: Path, without: str | None) -> Path:
             shutil.copytree(source, tree / name)  # with what Python has compiled
         else:
             shutil.copy(source, tree / name)
-    if without:
-        shutil.rmtree(tree / "dschat_ppo/features" / without)
-        shutil.rmtree(tree / "tests/features" / without, ignore_errors=True)
+    deleted = [without] if without else []
+    deleted += [feature for feature, needed in BUILDS_ON.items() if without in needed]
+    for feature in deleted:
+        shutil.rmtree(tree / "dschat_ppo/features" / feature)
+        shutil.rmtree(tree / "tests/features" / feature, ignore_errors=True)
         table = tree / "dschat_ppo/features/__init__.py"
         lines = table.read_text().splitlines(keepends=True)
-        table.write_text("".join(line for line in lines if line.strip() != f'"{without}",'))
+        table.write_text("".join(line for line in lines if line.strip() != f'"{feature}",'))
     return tree
 
 

@@ -153,6 +153,16 @@ def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, answer: str) -
     return _encode(tokenizer, answer)[0]
 
 
+def encode_divided_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
+    """The ids of a text after `before` (see `encode_after`), each piece between marks of `divided`
+    on its own."""
+    ids = list[int]()
+    for piece in text.split(SPLIT):
+        ids += encode_after(tokenizer, before, piece)
+        before = "\n"
+    return ids
+
+
 @lru_cache(maxsize=16)
 def _puts_a_space_before(tokenizer: PreTrainedTokenizerBase, size: int) -> bool:
     """Whether the tokenizer puts a space before every text, as those of Llama 2 do. `size`: of its

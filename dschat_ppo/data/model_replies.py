@@ -61,25 +61,32 @@ class ModelReply:
         return message
 
 
-def read_tokens(
+def reply_of_tokens(
     tokenizer: PreTrainedTokenizerBase,
     ids: Sequence[int],
     tools: Sequence[Any] | None,
     is_opened: bool = False,
+    stop: Sequence[str] = (),
 ) -> ModelReply:
-    """What the tokens of a turn are; no special token is in `text` and `content`. The arguments are
-    those of `read_text`."""
-    written, _ = without_final(tokenizer, decoded(tokenizer, ids))
-    reply = read_text(tokenizer, written, tools, is_opened)
+    """What the tokens of a turn are; no special token is in `text` and `content`. It ends before
+    the first text of `stop`. The other arguments are those of `reply_of_text`."""
+    written, _ = without_final(tokenizer, _before(decoded(tokenizer, ids), stop))
+    reply = reply_of_text(tokenizer, written, tools, is_opened)
     plain = str(tokenizer.decode(list(ids), skip_special_tokens=True))
-    text, _ = without_final(tokenizer, plain)
+    text, _ = without_final(tokenizer, _before(plain, stop))
     content = text
     if reply.content != written:
         content = without_special(tokenizer, reply.content)
     return replace(reply, text=text, content=content)
 
 
-def read_text(
+def _before(text: str, stop: Sequence[str]) -> str:
+    """The text up to the first of the texts `stop`."""
+    starts = [text.index(each) for each in stop if each in text]
+    return text[: min(starts, default=len(text))]
+
+
+def reply_of_text(
     tokenizer: PreTrainedTokenizerBase,
     text: str,
     tools: Sequence[Any] | None,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 FEATURES = (
+    "agents",
     "averages",
     "cuda_graphs",
     "distillation",

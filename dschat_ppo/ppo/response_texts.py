@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.data.model_replies import read_tokens
+from dschat_ppo.data.model_replies import reply_of_tokens
 from dschat_ppo.data.reply_tokens import LONGEST_MARK, ends_in_thought
 from dschat_ppo.features import hooks
 from dschat_ppo.rewards.call_forms import ResponseText
@@ -42,7 +42,7 @@ def response_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list
     )
     texts = list[ResponseText]()
     for prompt, ids, length, spoken in rows:
-        reply = read_tokens(tokenizer, ids[:length], (), ends_in_thought(tokenizer, prompt))
+        reply = reply_of_tokens(tokenizer, ids[:length], (), ends_in_thought(tokenizer, prompt))
         final = reply.content
         if final == reply.text:
             final = spoken  # decoded after its prompt, the text may begin with a space

@@ -15,7 +15,7 @@ from datasets import Dataset
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.data.examples import MESSAGES, TOOLS
-from dschat_ppo.data.model_replies import read_tokens
+from dschat_ppo.data.model_replies import reply_of_tokens
 from dschat_ppo.data.reply_tokens import ends_in_thought
 from dschat_ppo.data.templates import Messages
 from dschat_ppo.errors import UserError
@@ -131,7 +131,7 @@ class EpisodeModel(ChatModel):
             if episode.remark:  # a limit cut it
                 return
             is_opened = ends_in_thought(self.tokenizer, ids[:start])
-            reply = read_tokens(self.tokenizer, ids[start:], self.tools, is_opened)
+            reply = reply_of_tokens(self.tokenizer, ids[start:], self.tools, is_opened)
             action, refusal = action_message(reply)
             for call in action.get("tool_calls", ()):
                 function = call["function"]

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.data.examples import Message
-from dschat_ppo.data.model_replies import read_tokens
+from dschat_ppo.data.model_replies import reply_of_tokens
 from dschat_ppo.data.replies import read_reply
 from dschat_ppo.data.reply_tokens import LONGEST_MARK, ends_in_thought, without_special
 from dschat_ppo.data.templates import without_final
@@ -118,7 +118,7 @@ def _final_and_thoughts(
 ) -> tuple[str, str]:
     """What an action says, without its thoughts and calls, and its thoughts. `is_opened`: whether
     what precedes it ends inside a thought."""
-    reply = read_tokens(tokenizer, ids, tools, is_opened)
+    reply = reply_of_tokens(tokenizer, ids, tools, is_opened)
     final = reply.content
     if reply.malformed:  # a call that cannot be read is a call
         final = without_special(tokenizer, read_reply(reply.said, is_opened).rest)

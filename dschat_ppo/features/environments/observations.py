@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.data.encode import SPLIT, decoded, divided, encode_after
+from dschat_ppo.data.encode import decoded, divided, encode_after, encode_divided_after
 from dschat_ppo.data.examples import Message
 from dschat_ppo.data.templates import Variables, render, turn_end
 from dschat_ppo.errors import UserError
@@ -70,11 +70,8 @@ class ObservationTokens:
     def __call__(
         self, turn: Turn, last: int | None = None, variables: Variables | None = None
     ) -> list[int]:
-        """The tokens that follow an action, with the opening of the model's next turn. Unless
-        `last`, the last token of the action (None: as the template ends it), is the end-of-turn
-        token, what ends a turn in the template comes first. Where the next turn begins with the
-        token that ended the action, it is there already. `variables`: of the row, for the
-        template."""
+        """The tokens that follow an action, whose last token is `last` (see `ids_after`), with the
+        opening of the model's next turn. `variables`: of the row, for the template."""
         if turn.text is not None:
             return self._cut(self._encoded(turn.text))
         messages = [
@@ -83,12 +80,7 @@ class ObservationTokens:
         ]
         if self.tokenizer.chat_template is None:
             return self._encoded("".join(message["content"] for message in messages))
-        ids = self._encoded(self.between(messages, variables=variables))
-        if last is None or last == self.end:
-            return ids
-        if not self.before and ids[:1] == [last]:
-            return ids[1:]
-        return [*encode_after(self.tokenizer, "", self.before), *ids]
+        return ids_after(self.tokenizer, self.between(messages, variables=variables), last)
 
     def plain(self, said: str) -> list[int]:
         """The tokens of a text after a prompt that is text."""
@@ -144,18 +136,14 @@ class ObservationTokens:
         ]
         if calls:
             before[1]["tool_calls"] = calls
-        end = turn_end(self.tokenizer)
-        first = render(self.tokenizer, before, False, self.tools, variables)
-        if first.endswith(end.dropped):
-            first = first[: len(first) - len(end.dropped)]
-        conversation = render(self.tokenizer, [*before, *observations], True, self.tools, variables)
-        if not conversation.startswith(first):
+        text = text_after(self.tokenizer, before, observations, self.tools, variables)
+        if text is None:
             raise UserError(
                 "the chat template renders a turn of the model differently once another message"
                 " follows (as one that drops its thinking), so an episode would not be what the"
                 " model sees later; take a template that keeps earlier turns (--chat_template)"
             )
-        return conversation[len(first) :]
+        return text
 
     def _as_text(self, content: str) -> str:
         """The content within its limit; the texts of added tokens in it are divided."""
@@ -171,13 +159,40 @@ class ObservationTokens:
         return divided(self.tokenizer, content)
 
     def _encoded(self, text: str) -> list[int]:
-        """The tokens of a text, each piece between marks of `divided` on its own."""
-        ids = list[int]()
-        before = self.before
-        for piece in text.split(SPLIT):
-            ids += encode_after(self.tokenizer, before, piece)
-            before = "\n"
+        return encode_divided_after(self.tokenizer, self.before, text)
+
+
+def text_after(
+    tokenizer: PreTrainedTokenizerBase,
+    before: Sequence[Message],
+    messages: Sequence[Message],
+    tools: Sequence[Any],
+    variables: Variables | None = None,
+) -> str | None:
+    """What the template writes after the end of the answer that is the last message of `before`:
+    `messages` and the opening of the next answer. None if it renders `before` differently once they
+    follow."""
+    end = turn_end(tokenizer)
+    first = render(tokenizer, list(before), False, list(tools), variables)
+    if first.endswith(end.dropped):
+        first = first[: len(first) - len(end.dropped)]
+    conversation = render(tokenizer, [*before, *messages], True, list(tools), variables)
+    if not conversation.startswith(first):
+        return None
+    return conversation[len(first) :]
+
+
+def ids_after(tokenizer: PreTrainedTokenizerBase, text: str, last: int | None) -> list[int]:
+    """The tokens of the text of `text_after`. Unless `last`, the last token of the answer (None: as
+    the template ends it), is the end-of-turn token, what ends a turn in the template comes first.
+    Where the next turn begins with the token that ended the answer, it is there already."""
+    end = turn_end(tokenizer)
+    ids = encode_divided_after(tokenizer, end.kept, text)
+    if last is None or last == end.token_id:
         return ids
+    if not end.kept and ids[:1] == [last]:
+        return ids[1:]
+    return [*encode_after(tokenizer, "", end.kept), *ids]
 
 
 def _last_mark(text: str) -> str | None:

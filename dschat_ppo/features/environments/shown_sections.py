@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.data.encode import decoded
-from dschat_ppo.data.model_replies import read_text
+from dschat_ppo.data.model_replies import reply_of_text
 from dschat_ppo.data.reply_tokens import LONGEST_MARK, ends_in_thought
 from dschat_ppo.data.templates import without_final
 from dschat_ppo.features.environments.observations import observed_text
@@ -63,7 +63,7 @@ def _action_sections(
 ) -> list[dict[str, Any]]:
     """What an action says, and its calls; `before`: the tokens that precede it."""
     text, _ = without_final(tokenizer, decoded(tokenizer, ids))
-    reply = read_text(tokenizer, text, None, ends_in_thought(tokenizer, before))
+    reply = reply_of_text(tokenizer, text, None, ends_in_thought(tokenizer, before))
     sections = list[dict[str, Any]]()
     if reply.said or not reply.called:
         sections.append({"role": "model", "text": reply.said})

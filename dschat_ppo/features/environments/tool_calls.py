@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.data.examples import Message
 from dschat_ppo.data.messages import functions_of
-from dschat_ppo.data.model_replies import argument_types, read_text
+from dschat_ppo.data.model_replies import argument_types, reply_of_text
 from dschat_ppo.data.rendered import check_calls
 from dschat_ppo.data.replies import without_open_thought
 from dschat_ppo.data.templates import render, turn_end, without_final
@@ -19,8 +19,8 @@ from dschat_ppo.errors import UserError
 
 def check_calls_read_back(tokenizer: PreTrainedTokenizerBase, tools: list[Any]) -> None:
     """Render a call of the first tool and read it back. `UserError` if the chat template leaves out
-    the tool or its call, or writes the call in a form that `read_text` does not read: no call of
-    the model would ever be carried out."""
+    the tool or its call, or writes the call in a form that `reply_of_text` does not read: no call
+    of the model would ever be carried out."""
     [schema, *_] = functions_of([{"tool_calls": tools}])
     arguments = _example_arguments(schema)
     function = {"name": schema["name"], "arguments": arguments}
@@ -33,7 +33,7 @@ def check_calls_read_back(tokenizer: PreTrainedTokenizerBase, tools: list[Any]) 
     start = len(commonprefix([opening, conversation]))
     turn = conversation[start:].removesuffix(turn_end(tokenizer).dropped)
     text, _ = without_final(tokenizer, turn)
-    reply = read_text(tokenizer, text, tools)
+    reply = reply_of_text(tokenizer, text, tools)
     problem = reply.malformed or "no call is found in it"
     for read_call in reply.calls:
         read = read_call["function"]

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.data.examples import Message
-from dschat_ppo.data.model_replies import ModelReply, read_tokens
+from dschat_ppo.data.model_replies import ModelReply, reply_of_tokens
 from dschat_ppo.data.reply_tokens import ends_in_thought
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.environments.environments import Turn
@@ -83,7 +83,7 @@ class EpisodeTurns:
             self._answers.append((sequence, CallError(record.problem)))
             return
         self._last[sequence] = ids[-1]
-        reply = read_tokens(self.tokenizer, ids, self.observations.tools, record.is_opened)
+        reply = reply_of_tokens(self.tokenizer, ids, self.observations.tools, record.is_opened)
         action, answer = action_message(reply)
         record.messages.append(action)
         if answer is None:

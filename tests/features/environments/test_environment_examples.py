@@ -14,7 +14,7 @@ from launch import ROOT, environment, succeed
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.step_config import flatten
-from dschat_ppo.data.model_replies import read_text
+from dschat_ppo.data.model_replies import reply_of_text
 from dschat_ppo.data.templates import render
 from dschat_ppo.features.environments.environment_forms import environment_form
 from dschat_ppo.features.environments.flags import EnvironmentFlags
@@ -56,7 +56,7 @@ def test_demonstrations_of_the_calculator_call_it_as_episodes_do(monkeypatch, tm
         said = render(
             tokenizer, [question, turns[0]], open_answer=False, tools=row["tools"]
         ).removeprefix(opening)
-        action = read_text(tokenizer, said.removesuffix("<|end|>"), row["tools"]).message
+        action = reply_of_text(tokenizer, said.removesuffix("<|end|>"), row["tools"]).message
         assert (row["tools"] or [form.tools[0]]) == form.tools
         if "tool_calls" not in action:
             assert turns == [{"role": "assistant", "content": f"The sum is {sum(numbers)}."}]

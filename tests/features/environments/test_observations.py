@@ -12,7 +12,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.encode import encode_after, encode_example, encode_prompt
 from dschat_ppo.data.examples import Example
-from dschat_ppo.data.model_replies import read_text
+from dschat_ppo.data.model_replies import reply_of_text
 from dschat_ppo.data.templates import answer_ends, render
 from dschat_ppo.data.tokenise import row_text
 from dschat_ppo.errors import UserError
@@ -316,7 +316,7 @@ def test_calls_are_read_from_what_training_renders(name):
     tokenizer, shape = shaped(name, WITH_TOOLS)
     message = TALKS[name][1]
     [ids] = encode_example(tokenizer, Example(TALKS[name][:1], [message], tools=[LOOK])).answers
-    reply = read_text(tokenizer, tokenizer.decode(ids).removesuffix(shape.end), [LOOK])
+    reply = reply_of_text(tokenizer, tokenizer.decode(ids).removesuffix(shape.end), [LOOK])
     calls = [
         call if name == "Mistral" else {k: v for k, v in call.items() if k != "id"}
         for call in message["tool_calls"]
@@ -335,12 +335,12 @@ JSON = '{"name": "add", "arguments": {"a": 1, "b": "x"}}'
 
 
 def calls_of(text, tools=TOOLS):
-    reply = read_text(tokenizer_of("bytes"), text, tools)
+    reply = reply_of_text(tokenizer_of("bytes"), text, tools)
     return reply.content, [call["function"] for call in reply.calls]
 
 
 def problem_of(text, tokenizer=None):
-    return read_text(tokenizer or tokenizer_of("bytes"), text, TOOLS).malformed
+    return reply_of_text(tokenizer or tokenizer_of("bytes"), text, TOOLS).malformed
 
 
 @pytest.mark.parametrize(
@@ -419,7 +419,7 @@ def test_a_response_template_of_the_tokenizer_goes_first():
             },
         },
     }
-    reply = read_text(tokenizer, 'Now.<call add>{"a": 1}</call>', TOOLS)
+    reply = reply_of_text(tokenizer, 'Now.<call add>{"a": 1}</call>', TOOLS)
     assert reply.content == "Now."
     assert reply.calls[0]["function"] == {"name": "add", "arguments": {"a": 1}}
     assert "could not parse" in problem_of("<call add>{a}</call>", tokenizer)

@@ -13,7 +13,7 @@ from tiny_experience import record
 from tiny_tokenizers import tokenizer_of
 
 from dschat_ppo.data.encode import encode_after
-from dschat_ppo.data.model_replies import read_text
+from dschat_ppo.data.model_replies import reply_of_text
 from dschat_ppo.errors import StorageError, UserError
 from dschat_ppo.features.environments.environments import Turn
 from dschat_ppo.features.environments.episode_rollouts import EpisodeRollouts
@@ -156,7 +156,7 @@ def test_the_text_of_an_observation_without_a_template_or_around_several_message
     ],
 )
 def test_what_a_message_says_and_what_it_calls(text, expected):
-    reply = read_text(tokenizer_of("bytes"), text, None)
+    reply = reply_of_text(tokenizer_of("bytes"), text, None)
     assert (reply.said, reply.called) == expected
 
 

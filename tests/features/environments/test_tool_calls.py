@@ -11,7 +11,7 @@ from tiny_tokenizers import tokenizer_of
 
 from dschat_ppo.config.feature_flags import FeatureFlags
 from dschat_ppo.data.encode import encode_after
-from dschat_ppo.data.model_replies import read_text, read_tokens
+from dschat_ppo.data.model_replies import reply_of_text, reply_of_tokens
 from dschat_ppo.data.reply_tokens import ends_in_thought
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.environments.environment_forms import _Agent, _Gym
@@ -30,7 +30,7 @@ TAGS = "<tool_call><function=add><parameter=a>1</parameter></function></tool_cal
 
 
 def content_and_calls(text, is_opened=False, tools=TOOLS, tokenizer=None):
-    reply = read_text(tokenizer or tokenizer_of("bytes"), text, tools, is_opened)
+    reply = reply_of_text(tokenizer or tokenizer_of("bytes"), text, tools, is_opened)
     assert reply.malformed == ""
     calls = [call["function"] for call in reply.calls]
     assert all(call == {"name": "add", "arguments": {"a": 1}} for call in calls)
@@ -39,7 +39,7 @@ def content_and_calls(text, is_opened=False, tools=TOOLS, tokenizer=None):
 
 def said_and_called(text):
     """As an answer is shown, whose tools are not known."""
-    reply = read_text(tokenizer_of("bytes"), text, None)
+    reply = reply_of_text(tokenizer_of("bytes"), text, None)
     return reply.said, reply.called
 
 
@@ -105,7 +105,7 @@ def test_json_that_is_a_call_follows_thoughts_too():
     assert content_and_calls(text) == ("", 1)
     assert said_and_called(text) == ("<think>Um.</think>", JSON)
     cut = '{"name": "add", "parameters": {"a": 1'
-    reply = read_text(tokenizer_of("bytes"), cut, TOOLS)
+    reply = reply_of_text(tokenizer_of("bytes"), cut, TOOLS)
     assert "not valid JSON" in reply.malformed
     assert (reply.content, reply.calls) == (cut, [])
 
@@ -141,7 +141,7 @@ def test_marks_inside_the_arguments_of_a_call_are_text(form, cited):
     call = form.replace("TEXT", arguments["text"])
     call = call.replace("JSON", json.dumps({"name": "put", "arguments": arguments}))
     call = call.replace("ARGUMENTS", json.dumps(arguments))
-    reply = read_text(tokenizer_of("bytes"), f"{call}\nDone.", tools)
+    reply = reply_of_text(tokenizer_of("bytes"), f"{call}\nDone.", tools)
     assert [each["function"] for each in reply.calls] == [{"name": "put", "arguments": arguments}]
     assert reply.content == "Done."
 
@@ -175,7 +175,7 @@ def test_several_calls_in_json_stand_between_semicolons_or_lines(form, between):
     ],
 )
 def test_a_call_that_is_cut_or_broken_is_malformed(text):
-    reply = read_text(tokenizer_of("bytes"), text, TOOLS)
+    reply = reply_of_text(tokenizer_of("bytes"), text, TOOLS)
     assert "not valid" in reply.malformed
     if "</tool_call> <tool_call>" in text:
         assert (reply.content, len(reply.calls)) == ("<tool_call>{", 1)
@@ -203,7 +203,7 @@ def test_tags_hold_several_calls_and_the_schema_says_what_is_a_string():
     second = f"<function=put>\n{parameters}</function>"
     cited = "<function=put><parameter=text></function></parameter></function>"
     text = f"<tool_call>\n{first}\n{second}\n{cited}\n</tool_call>"
-    reply = read_text(tokenizer_of("bytes"), text, tools)
+    reply = reply_of_text(tokenizer_of("bytes"), text, tools)
     assert [call["function"] for call in reply.calls] == [
         {"name": "add", "arguments": {"a": 1}},
         {"name": "put", "arguments": {"text": "42", "count": 42, "other": [1]}},
@@ -278,7 +278,7 @@ def test_an_environment_reads_what_follows_the_thoughts():
     tokenizer, _ = shaped("ChatML")
     tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
     thought = ids_of(tokenizer, "[THINK]Is it 3?[/THINK] 4<|im_end|>")
-    action = read_tokens(tokenizer, thought, []).message
+    action = reply_of_tokens(tokenizer, thought, []).message
     agent = Agent()
     environments = [_Gym(Game), _Gym(SkyRL), _Agent(agent)]
     for environment in environments:
@@ -286,7 +286,7 @@ def test_an_environment_reads_what_follows_the_thoughts():
         environment.step(action)
     assert environments[0].instance.seen == "4"
     assert environments[1].instance.seen == agent.seen == "Is it 3? 4"
-    plain = read_tokens(tokenizer, ids_of(tokenizer, "4<|im_end|>"), []).message
+    plain = reply_of_tokens(tokenizer, ids_of(tokenizer, "4<|im_end|>"), []).message
     assert plain == {"role": "assistant", "content": "4"}
 
 

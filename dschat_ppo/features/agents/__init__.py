@@ -1,0 +1,1 @@
+"""Programs that call the model through an OpenAI-compatible endpoint, as episodes of a rollout."""
