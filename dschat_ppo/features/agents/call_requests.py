@@ -31,8 +31,6 @@ _SAMPLING = {
     "frequency_penalty": 0.0,
     "seed": None,
 }
-_SAME = {("top_k", -1): 0}  # another way to write a value
-
 _ASK_AGAIN = "for several answers, ask several times"
 _NO_CONSTRAINTS = "the model's tokens are sampled without constraints"
 # Fields that would change what the model is asked for -> (values that do not, why others are
@@ -275,8 +273,8 @@ def _replaced(fields: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[st
         if name not in fields:
             continue
         asked = fields[name]
-        if isinstance(asked, int | float):
-            asked = _SAME.get((name, asked), asked)
+        if name == "top_k" and asked == -1:  # vLLM's 0
+            asked = 0
         used = sampling.get(name, neutral)
         if asked != used:
             replaced[name] = (asked, used)
