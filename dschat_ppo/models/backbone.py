@@ -25,6 +25,7 @@ from dschat_ppo.errors import (
     in_one_line,
 )
 from dschat_ppo.models.architectures import first_position
+from dschat_ppo.models.given_embeddings import GivenEmbeddings, given_arguments
 from dschat_ppo.models.pass_observers import observer_arguments, show_pass
 from dschat_ppo.types import Model
 
@@ -105,6 +106,14 @@ def slot_arguments(model: nn.Module, input_ids: Tensor) -> dict[str, Tensor]:
     return position_arguments(model, slots.unsqueeze(0))
 
 
+def row_arguments(
+    model: nn.Module, input_ids: Tensor, given: GivenEmbeddings | None
+) -> dict[str, Any]:
+    """`slot_arguments` of right-padded rows (B, T), with what is given for some of their ids."""
+    slots = torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape)
+    return given_arguments(given, slots, slot_arguments(model, input_ids))
+
+
 def last_logits_argument(model: nn.Module, count: int) -> dict[str, int]:
     """`logits_to_keep` for the last `count` positions, for models that take it."""
     if accepts(model, "logits_to_keep"):
@@ -112,11 +121,13 @@ def last_logits_argument(model: nn.Module, count: int) -> dict[str, int]:
     return {}
 
 
-def backbone_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> Tensor:
+def backbone_states(
+    backbone: Any, input_ids: Tensor, lengths: Tensor, given: GivenEmbeddings | None = None
+) -> Tensor:
     """Last hidden states of a causal backbone, (B, T, H), in its dtype, for ids (B, T) int64 from
     slot 0 on. There is no attention mask: rows are right-padded, so under causal attention no real
     token sees padding, and kernels without a mask are faster. States after the `lengths` (B,) int64
-    of the rows are meaningless."""
+    of the rows are meaningless. `given`: in place of the embeddings of some ids."""
     # padded to a multiple of `COLUMNS`, within the positions that the config names; if it names
     # none, as they are
     width = input_ids.shape[1]
@@ -126,13 +137,15 @@ def backbone_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> Tensor
     most_columns = positions - first_position(backbone.config)
     padded = input_ids
     padding = min(rounded_width, most_columns) - width
+    if given is not None:
+        padding = 0  # its columns are those of the rows
     if padding > 0:
         padded = torch.nn.functional.pad(input_ids, (0, padding))
     output = backbone(
         input_ids=padded,
         attention_mask=None,
         use_cache=False,
-        **slot_arguments(backbone, padded),
+        **row_arguments(backbone, padded, given),
         **observer_arguments(),
     )
     show_pass(output, real_slots(padded, lengths))

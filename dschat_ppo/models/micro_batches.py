@@ -145,11 +145,12 @@ class RowPrompts:
         return RowPrompts(self.groups[index], self.tokens[index])
 
 
-def lay_out(input_ids: Tensor, lengths: Tensor, packs: bool, shares: bool) -> PackedLayout | None:
+def lay_out(keys: Tensor, lengths: Tensor, packs: bool, shares: bool) -> PackedLayout | None:
     """Lay rows end to end, if that saves enough. The host computes the layout.
 
     Args:
-        input_ids: (B, T) int64, right-padded, on the host if rows may be packed.
+        keys: (B, T) int64, right-padded, on the host if rows may be packed: the ids, or what else
+            tells tokens apart (`compared_keys`).
         lengths: (B,) int64, all above 0, there too.
         packs: pack rows that differ in length.
         shares: pack rows that begin alike, and hold their common beginnings once.
@@ -159,8 +160,8 @@ def lay_out(input_ids: Tensor, lengths: Tensor, packs: bool, shares: bool) -> Pa
     """
     if not packs and not shares:
         return None
-    width = input_ids.shape[1]
-    order, leaders, shared = _shared_tokens(input_ids, lengths, shares)
+    width = keys.shape[1]
+    order, leaders, shared = _shared_tokens(keys, lengths, shares)
     shares_any = bool(shared.any())
     if not shares_any and not (packs and are_uneven(lengths)):
         return None
@@ -193,9 +194,7 @@ def lay_out(input_ids: Tensor, lengths: Tensor, packs: bool, shares: bool) -> Pa
     return PackedLayout(slots, slots % width, offsets, segments)
 
 
-def _shared_tokens(
-    input_ids: Tensor, lengths: Tensor, shares: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _shared_tokens(keys: Tensor, lengths: Tensor, shares: bool) -> tuple[Tensor, Tensor, Tensor]:
     """In which order to pack rows, and what they leave out: (B,) int64 each. Row i leaves its first
     `shared[i]` tokens to row `leaders[i]`: all 0 unless `shares` is True and that saves enough.
 
@@ -204,7 +203,7 @@ def _shared_tokens(
     """
     row_indices = torch.arange(len(lengths))
     if shares and len(lengths) > 1:
-        order, prompts = common_beginnings(input_ids, lengths)
+        order, prompts = common_beginnings(keys, lengths)
         saved = torch.where(prompts.groups == row_indices, 0, prompts.tokens)
         if int(saved.sum()) >= LEAST_SAVING * int(lengths.sum()):
             return torch.tensor(order), prompts.groups, saved
@@ -225,19 +224,20 @@ def in_one_copy(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     return [chunk.view(tensor.shape) for chunk, tensor in zip(chunks, tensors, strict=True)]
 
 
-def common_beginnings(input_ids: Tensor, lengths: Tensor) -> tuple[list[int], RowPrompts]:
+def common_beginnings(keys: Tensor, lengths: Tensor) -> tuple[list[int], RowPrompts]:
     """Group rows whose first tokens are equal, such that the fewest tokens are left if each group
     holds its common beginning once.
 
     Args:
-        input_ids: (B, T) int64, right-padded.
+        keys: (B, T) int64, right-padded: the ids, or what else tells tokens apart
+            (`compared_keys`), such as those of images, which have equal ids.
         lengths: (B,) int64, above 0.
 
     Returns:
         All row indices, group after group; and for each row the first row of its group, and the
         tokens that all rows of its group have in common (0 in a group of one).
     """
-    ids = input_ids.cpu()
+    ids = keys.cpu()
     sizes = lengths.cpu()
     # rows that begin alike are neighbours in the order of their bytes
     row_bytes = [

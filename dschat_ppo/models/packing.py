@@ -28,6 +28,7 @@ from dschat_ppo.models.backbone import (
     position_arguments,
     real_slots,
 )
+from dschat_ppo.models.given_embeddings import given_arguments
 from dschat_ppo.models.micro_batches import Segments
 from dschat_ppo.models.pass_observers import observer_arguments, show_pass
 from dschat_ppo.models.pass_rows import PassRows
@@ -74,11 +75,13 @@ class ForwardPass:
     @contextmanager
     def running(self) -> Iterator[None]:
         """In the block, the models run this way."""
-        original = self.config._attn_implementation
+        # of the decoder alone: of a configuration with several parts it would change all
+        config: Any = self.config.get_text_config()
+        original = config._attn_implementation
         with ExitStack() as stack:
             if self.attention is not None:
-                stack.callback(setattr, self.config, "_attn_implementation", original)
-                self.config._attn_implementation = self.attention
+                stack.callback(setattr, config, "_attn_implementation", original)
+                config._attn_implementation = self.attention
             for layer, forward in self.forwards:
                 stack.enter_context(forward_replaced(layer, forward))
             stack.callback(_RUNNING.pop)
@@ -207,18 +210,19 @@ def token_states(backbone: Any, layout: Layout, rows: PassRows) -> tuple[Tensor,
             forwards = last_mlp_of_read_tokens(backbone, rows.slots % width, rows.slots // width)
             padded = replace(padded, forwards=forwards)
         with padded.running():
-            states = backbone_states(backbone, rows.input_ids, rows.lengths)
+            states = backbone_states(backbone, rows.input_ids, rows.lengths, rows.given)
         return states.flatten(0, 1), rows.slots
     forwards = _layer_forwards(backbone, packed.segments, rows)
     forward_pass = ForwardPass(
         backbone.config, packed.segments, choice=layout.attention, forwards=forwards
     )
     with forward_pass.running():
+        positions = position_arguments(backbone, packed.positions.unsqueeze(0))
         output = backbone(
             input_ids=rows.input_ids.flatten()[packed.slots].unsqueeze(0),
             attention_mask=None,
             use_cache=False,
-            **position_arguments(backbone, packed.positions.unsqueeze(0)),
+            **given_arguments(rows.given, packed.slots.unsqueeze(0), positions),
             **observer_arguments(),
         )
 

@@ -8,12 +8,13 @@ waits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dschat_ppo.models.backbone import Layout
+from dschat_ppo.models.given_embeddings import GivenEmbeddings, compared_keys
 from dschat_ppo.models.micro_batches import PackedLayout, in_one_copy, lay_out
 
 
@@ -29,31 +30,46 @@ class PassRows:
     # (n,) int64, where the read tokens are in the packed row, each once, in any order; None where
     # rows stay padded or all tokens run the last MLP
     read_offsets: Tensor | None
+    # in place of the embeddings of some ids, on the device of the pass; None: of no id
+    given: GivenEmbeddings | None = None
 
     @staticmethod
-    def of(input_ids: Tensor, lengths: Tensor, slots: Tensor, layout: Layout) -> PassRows:
+    def of(
+        input_ids: Tensor,
+        lengths: Tensor,
+        slots: Tensor,
+        layout: Layout,
+        given: GivenEmbeddings | None = None,
+    ) -> PassRows:
         """Lay rows out as `layout` allows, and leave the result where the rows are; other fields as
         those of the class. Unless all rows stay padded, the host reads those of a GPU."""
         device = input_ids.device
+        keys = compared_keys(input_ids, given)
         if layout.packed or layout.shares:
-            input_ids, lengths, slots = in_one_copy(
-                [input_ids, lengths, slots], torch.device("cpu")
+            input_ids, lengths, slots, keys = in_one_copy(
+                [input_ids, lengths, slots, keys], torch.device("cpu")
             )
-        packed = lay_out(input_ids, lengths, layout.packed, layout.shares)
+        packed = lay_out(keys, lengths, layout.packed, layout.shares)
         read_offsets = None
         if packed is not None and layout.reads_few and slots.dim() == 1:
             read_offsets = packed.offsets.flatten()[slots]
             if packed.segments.seen is not None:  # several rows may share a token
                 read_offsets = read_offsets.unique()
-        return PassRows(input_ids, lengths, slots, packed, read_offsets).to(device)
+        rows = PassRows(input_ids, lengths, slots, packed, read_offsets).to(device)
+        return replace(rows, given=given)
 
     @staticmethod
-    def of_targets(input_ids: Tensor, target_mask: Tensor, layout: Layout) -> PassRows:
+    def of_targets(
+        input_ids: Tensor,
+        target_mask: Tensor,
+        layout: Layout,
+        given: GivenEmbeddings | None = None,
+    ) -> PassRows:
         """Rows (B, T) whose read tokens are those before the N targets, row after row: where
         `target_mask` (B, T) is True, but for the first column."""
         row, column = target_mask[:, 1:].nonzero(as_tuple=True)  # (N,) each
         slots = row * input_ids.shape[1] + column
-        return PassRows.of(input_ids, lengths_read(target_mask), slots, layout)
+        return PassRows.of(input_ids, lengths_read(target_mask), slots, layout, given)
 
     def to(self, device: torch.device) -> PassRows:
         """The same rows on `device`, copied at once, with what its attention needs of the

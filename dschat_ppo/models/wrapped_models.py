@@ -33,10 +33,11 @@ from dschat_ppo.models.backbone import (
     forward_replaced,
     last_logits_argument,
     real_slots,
-    slot_arguments,
+    row_arguments,
     unwrap,
 )
 from dschat_ppo.models.fast_layers import use_fast_layers
+from dschat_ppo.models.given_embeddings import GivenEmbeddings
 from dschat_ppo.models.head_kernels import head_kernels_for
 from dschat_ppo.models.packing import CHECKPOINTING, padded_rows, token_states
 from dschat_ppo.models.pass_observers import observer_arguments, show_pass
@@ -112,6 +113,7 @@ class PolicyModel(WrappedModel):
         forbidden: Forbidden | None = None,
         states: bool = False,
         teachings: Sequence[Teaching] = (),
+        given: GivenEmbeddings | None = None,
     ) -> tuple[Tensor, ...]:
         """Log-probs of the N target tokens, and entropies of the distributions that they are drawn
         from, (N) fp32, row after row; then, where they are asked for, the N hidden states that the
@@ -129,6 +131,7 @@ class PolicyModel(WrappedModel):
             states: give the hidden states (N, H), if `compares_distributions`.
             teachings: give the divergence from each of these at its tokens, and 0 elsewhere, if
                 `compares_distributions`.
+            given: what takes the place of the embeddings of some ids; with `PassRows` it is theirs.
         """
         with activations_on_host(self.layout.offload_activations):
             if isinstance(targets, PassRows):
@@ -140,8 +143,10 @@ class PolicyModel(WrappedModel):
                     self, input_ids, targets, temperature, entropy_grad, forbidden
                 )
             if not self.layout.fused:
-                return self._plain_scores(input_ids, targets, temperature, entropy_grad, forbidden)
-            rows = PassRows.of_targets(input_ids, targets, self.layout)
+                return self._plain_scores(
+                    input_ids, targets, temperature, entropy_grad, forbidden, given
+                )
+            rows = PassRows.of_targets(input_ids, targets, self.layout, given)
             return self._fused_scores(rows, temperature, entropy_grad, forbidden, states, teachings)
 
     @property
@@ -203,6 +208,7 @@ class PolicyModel(WrappedModel):
         temperature: float,
         entropy_grad: bool,
         forbidden: Forbidden | None,
+        given: GivenEmbeddings | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (N,) of the targets from whole logits of padded rows."""
         predicts = target_mask[:, 1:]  # (B, T - 1): tokens whose next one is a target
@@ -216,7 +222,7 @@ class PolicyModel(WrappedModel):
                 input_ids=input_ids,
                 attention_mask=None,
                 use_cache=False,
-                **slot_arguments(self.lm, input_ids),
+                **row_arguments(self.lm, input_ids, given),
                 **last_logits_argument(self.lm, count),
                 **observer_arguments(),
             )

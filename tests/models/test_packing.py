@@ -15,6 +15,7 @@ from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.micro_batches import common_beginnings, lay_out
 from dschat_ppo.models.packing import NAME, reason_not_to_pack
+from dschat_ppo.models.pass_rows import PassRows
 from dschat_ppo.models.wrapped_models import (
     PolicyModel,
     ScalarModel,
@@ -98,6 +99,40 @@ def test_the_token_at_the_offset_of_each_column_is_that_of_the_row():
     packed = ids.flatten()[rows.slots]
     for row, length in enumerate(lengths.tolist()):
         assert packed[rows.offsets[row, :length]].tolist() == ids[row, :length].tolist()
+
+
+class GivenAt:
+    """What stands for an image: a number for each token of two rows, in place of their ids."""
+
+    def __init__(self, index):
+        self.index = index
+
+    def to(self, device):
+        return self
+
+    def keys(self, input_ids):
+        return torch.where(self.index < 0, input_ids, -1 - self.index)
+
+    def arguments(self, slots):
+        return {}
+
+
+@pytest.mark.parametrize(("image_of_second_row", "tokens"), [(0, 12 + 3), (50, 12 + 12)])
+def test_beginnings_with_the_same_ids_and_other_images_stay_apart(image_of_second_row, tokens):
+    """Two images of one size have equal ids: nine tokens are one beginning if the image is, too."""
+    ids = torch.full((2, 12), 7)
+    ids[:, 9:] = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    index = torch.full((2, 12), -1)
+    index[0, 2:6] = torch.arange(4)
+    index[1, 2:6] = torch.arange(4) + image_of_second_row
+    lengths = torch.tensor([12, 12])
+    layout = Layout(packed=True, shares=True)
+    slots = torch.arange(24).view(2, 12)
+    rows = PassRows.of(ids, lengths, slots, layout, GivenAt(index))
+    if rows.packed is None:  # rows of one length, which share nothing
+        assert tokens == 24
+    else:
+        assert len(rows.packed.slots) == tokens
 
 
 def most_saved(words: list[list[int]]) -> int:

@@ -1,0 +1,47 @@
+"""What a model gets for some tokens in place of the embeddings of their ids, such as the features
+of an image."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class GivenEmbeddings(Protocol):
+    """Of rows of token ids (B, T), right-padded."""
+
+    def to(self, device: torch.device) -> GivenEmbeddings:
+        """The same on another device."""
+        ...
+
+    def keys(self, input_ids: Tensor) -> Tensor:
+        """(B, T) int64 in place of the ids, equal where the model gets the same for a token: two
+        images of one size have the same ids."""
+        ...
+
+    def arguments(self, slots: Tensor) -> dict[str, Any]:
+        """Arguments of the backbone, besides the ids, for tokens that run in an order of their own.
+
+        Args:
+            slots: (b, n) int64, where the tokens are in the rows, flattened to (B x T).
+        """
+        ...
+
+
+def compared_keys(input_ids: Tensor, given: GivenEmbeddings | None) -> Tensor:
+    """(B, T) int64, by which rows are compared: two tokens are the same if these are."""
+    if given is None:
+        return input_ids
+    return given.keys(input_ids)
+
+
+def given_arguments(
+    given: GivenEmbeddings | None, slots: Tensor, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """The `arguments` of a backbone, and in their place what is given for the tokens at `slots`
+    (b, n)."""
+    if given is None:
+        return arguments
+    return {**arguments, **given.arguments(slots)}
