@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dschat_ppo.features import hooks
 
@@ -100,6 +101,10 @@ class Rollout:
     # (B, R) fp32, recorded while sampling: with the temperature, before top-k and top-p
     rollout_logprobs: Tensor
     finish_reason: Tensor  # (B,) int8, a `FinishReason`
+    # (B, R) int16, for episodes of several contexts: conversations that start anew. The number of
+    # the context of each token, which ascends along the row; context 0 begins with the prompt, and
+    # the prompts of the others are observed. Models read each one alone. None: rows have one
+    contexts: Tensor | None = field(default=None, kw_only=True)
     # (B,) int64, tokens after the prompt, chosen or observed; None where there are no observations
     # and no row has left its group
     episode_lengths: Tensor | None = field(default=None, kw_only=True)
@@ -204,34 +209,104 @@ def row_lengths(rows: Rollout) -> Tensor:
     return rows.prompt_mask.sum(dim=1) + rows.response_lengths
 
 
-def full_sequences(rows: Rollout) -> tuple[Tensor, Tensor]:
-    """Right-padded rows `[prompt | response]` that begin at column 0, so that a token's column is
-    its position: `(input_ids (B, T) int64, lengths (B,) int64)`, T the longest of the rows. Ids
-    after a row's length are arbitrary: with causal attention no real token sees them."""
+@dataclass(frozen=True)
+class RowSequences:
+    """The S sequences that models read of rows, row after row: one of each context. A sequence is a
+    part of the row's `[prompt | response]`, which has P + R columns."""
+
+    rows: Tensor  # (S,) int64, the row of each
+    starts: Tensor  # (S,) int64, its first column
+    lengths: Tensor  # (S,) int64, its tokens
+
+
+def row_sequences(rows: Rollout) -> RowSequences:
+    """The sequences of the rows; one of each row if they have no contexts."""
     lengths = row_lengths(rows)  # (B,)
+    first_columns = rows.prompt_ids.shape[1] - rows.prompt_mask.sum(dim=1)  # (B,)
+    if rows.contexts is None:
+        row_indices = torch.arange(len(lengths), device=lengths.device)
+        return RowSequences(row_indices, first_columns, lengths)
+    earlier = pad(rows.contexts, (1, 0))[:, :-1]  # of the token before, 0 of the prompt
+    begins = pad((rows.contexts > earlier) & rows.real_mask, (rows.prompt_ids.shape[1], 0))
+    begins.scatter_(1, first_columns.unsqueeze(1), True)  # (B, P + R)
+    row_indices, starts = begins.nonzero(as_tuple=True)  # (S,) each
+    ends = (first_columns + lengths)[row_indices]  # of the row
+    has_next = row_indices[1:] == row_indices[:-1]  # (S - 1,)
+    ends[:-1] = torch.where(has_next, starts[1:], ends[:-1])
+    return RowSequences(row_indices, starts, ends - starts)
+
+
+def full_sequences(rows: Rollout) -> tuple[Tensor, Tensor]:
+    """Right-padded sequences `[prompt | response]` that begin at column 0, so that a token's column
+    is its position: `(input_ids (S, T) int64, lengths (S,) int64)`, T the longest. S is B, or with
+    contexts the number of these (`row_sequences`). Ids after a sequence's length are arbitrary:
+    with causal attention no real token sees them."""
+    sequences = row_sequences(rows)
     joined = torch.cat([rows.prompt_ids, rows.response_ids], dim=1)  # (B, P + R)
-    # (B, 1) column of the first prompt token in `joined`
-    first = rows.prompt_ids.shape[1] - rows.prompt_mask.sum(dim=1, keepdim=True)
-    columns = torch.arange(int(lengths.max()), device=joined.device)  # (T,)
-    joined_columns = (first + columns).clamp_max(joined.shape[1] - 1)  # (B, T)
-    return joined.gather(1, joined_columns), lengths
+    if rows.contexts is not None:
+        joined = joined[sequences.rows]  # (S, P + R)
+    columns = torch.arange(int(sequences.lengths.max()), device=joined.device)  # (T,)
+    joined_columns = sequences.starts.unsqueeze(1) + columns  # (S, T)
+    return joined.gather(1, joined_columns.clamp_max(joined.shape[1] - 1)), sequences.lengths
 
 
 def response_slots(rows: Rollout) -> Tensor:
     """Column in `full_sequences` of each response token, (B, R) int64; in the padding the column of
-    the row's last token. The logits at the column before predict the token."""
+    the row's last token. The logits at the column before predict the token. Rows have no
+    contexts."""
+    assert rows.contexts is None
     columns = torch.arange(rows.response_ids.shape[1], device=rows.response_ids.device)  # (R,)
     prompt_lengths = rows.prompt_mask.sum(dim=1, keepdim=True)  # (B, 1)
     return torch.minimum(prompt_lengths + columns, row_lengths(rows).unsqueeze(1) - 1)
 
 
 def chosen_columns(rows: Rollout, width: int, shift: int = 0) -> Tensor:
-    """(B, `width`) bool: the columns of `full_sequences` that hold tokens that the policy chose, or
-    those `shift` before them."""
-    # (B, R); several are equal in the padding
-    columns = (response_slots(rows) - shift).clamp_min(0)
-    counts = torch.zeros(len(columns), width, dtype=torch.int64, device=columns.device)
-    return counts.scatter_add_(1, columns, rows.response_mask.long()) > 0
+    """(S, `width`) bool: the columns of `full_sequences` that hold tokens that the policy chose, or
+    those `shift` before them. Row after row, True stands for the tokens of `response_mask` in their
+    order, with contexts too."""
+    sequences = row_sequences(rows)
+    chosen = pad(rows.response_mask, (rows.prompt_ids.shape[1], 0))  # (B, P + R)
+    if rows.contexts is not None:
+        chosen = chosen[sequences.rows]  # (S, P + R)
+    columns = torch.arange(width, device=chosen.device) + shift
+    joined_columns = sequences.starts.unsqueeze(1) + columns  # (S, width)
+    is_real = columns < sequences.lengths.unsqueeze(1)
+    return chosen.gather(1, joined_columns.clamp_max(chosen.shape[1] - 1)) & is_real
+
+
+def last_contexts(rows: Rollout) -> Rollout:
+    """The rows with their last contexts alone: what these hold before the first token that the
+    policy chose is their prompt, and what follows is the response. The same object if rows have no
+    contexts."""
+    if rows.contexts is None:
+        return rows
+    prompt_width = rows.prompt_ids.shape[1]
+    sequences = row_sequences(rows)
+    last = sequences.rows.bincount().cumsum(0) - 1  # (B,) of S
+    starts = sequences.starts[last]
+    ends = starts + sequences.lengths[last]
+    joined = torch.cat([rows.prompt_ids, rows.response_ids], dim=1)  # (B, P + R)
+    columns = torch.arange(joined.shape[1], device=joined.device)  # (P + R,)
+    is_chosen = pad(rows.response_mask, (prompt_width, 0)) & (columns >= starts.unsqueeze(1))
+    splits = torch.where(is_chosen, columns, ends.unsqueeze(1)).amin(dim=1)  # (B,)
+    splits = torch.where(starts < prompt_width, prompt_width, splits)  # context 0
+
+    longest = torch.stack([(splits - starts).amax(), (ends - splits).amax().clamp_min(1)])
+    prompt_length, response_length = longest.tolist()
+    prompt_columns = splits.unsqueeze(1) - prompt_length + columns[:prompt_length]
+    response_columns = splits.unsqueeze(1) + columns[:response_length]
+    is_real = response_columns < ends.unsqueeze(1)
+    response_columns = response_columns.clamp_max(joined.shape[1] - 1)
+    changed = {
+        "prompt_ids": joined.gather(1, prompt_columns.clamp_min(0)),
+        "prompt_mask": prompt_columns >= starts.unsqueeze(1),
+        "episode_lengths": ends - splits,
+    }
+    for name, column in tensors_of(rows).items():
+        if name not in (*PER_ROW, *LEFT_PADDED):
+            tokens = pad(column, (prompt_width, 0)).gather(1, response_columns)
+            changed[name] = tokens.masked_fill(~is_real, 0)
+    return replace(with_columns(rows, changed), contexts=None)
 
 
 def tensors_of(rows: Any) -> dict[str, Tensor]:
@@ -292,8 +367,8 @@ def pad_rows(rows: Rows, prompt_length: int, response_length: int) -> Rows:
         if name in PER_ROW:
             return value
         if name in LEFT_PADDED:
-            return torch.nn.functional.pad(value, (prompt_length - value.shape[1], 0))
-        return torch.nn.functional.pad(value, (0, response_length - value.shape[1]))
+            return pad(value, (prompt_length - value.shape[1], 0))
+        return pad(value, (0, response_length - value.shape[1]))
 
     return with_columns(
         rows, {name: padded(name, value) for name, value in tensors_of(rows).items()}

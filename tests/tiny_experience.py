@@ -25,7 +25,7 @@ def record(kind, mask: torch.Tensor, **changes):
     }
     absent = (
         "entropies selected baselines data_sources row_indices penalised_scores episode_lengths"
-        " left_group sampled_mask".split()
+        " contexts left_group sampled_mask".split()
     )
     made |= dict.fromkeys(absent) | changes
     return record_of(kind, {name: column for name, column in made.items() if column is not None})

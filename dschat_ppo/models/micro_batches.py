@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dschat_ppo.common import dist
 from dschat_ppo.models.backbone import unwrap
-from dschat_ppo.types import Model
+from dschat_ppo.types import Model, Rollout, row_sequences
 
 LEAST_TOKENS = 8  # shorter beginnings (a BOS, a role's name) save less than an attention call costs
 LEAST_SAVING = 0.05  # share of the tokens that a micro-batch must save, else its rows stay separate
@@ -143,6 +143,30 @@ class RowPrompts:
     def at(self, index: Tensor) -> RowPrompts:
         """Those of the rows at `index`."""
         return RowPrompts(self.groups[index], self.tokens[index])
+
+
+@dataclass(frozen=True)
+class PaddedContexts:
+    """What n rows with contexts take where sequences stay padded: `counts` (n,) int64, the contexts
+    of each row; `longest` (n,) int64, the tokens of its longest one."""
+
+    counts: Tensor
+    longest: Tensor
+
+    def at(self, index: Tensor) -> PaddedContexts:
+        """Those of the rows at `index`."""
+        return PaddedContexts(self.counts[index], self.longest[index])
+
+
+def padded_contexts(rows: Rollout) -> PaddedContexts | None:
+    """Those of the rows; None if they have no contexts."""
+    if rows.contexts is None:
+        return None
+    sequences = row_sequences(rows)
+    counts = sequences.rows.bincount()
+    longest = torch.zeros_like(counts)
+    longest = longest.scatter_reduce(0, sequences.rows, sequences.lengths, "amax")
+    return PaddedContexts(counts, longest)
 
 
 def lay_out(keys: Tensor, lengths: Tensor, packs: bool, shares: bool) -> PackedLayout | None:
@@ -299,8 +323,18 @@ def share_prompts(*engines: Model | None) -> bool:
     return all(model.layout.shares for model in models)
 
 
+def pack_rows(*engines: Model | None) -> bool:
+    """Whether all of these models that are not None run rows that differ in length without
+    padding."""
+    models: list[Any] = [unwrap(engine) for engine in engines if engine is not None]
+    return all(model.layout.packed for model in models)
+
+
 def split_by_tokens(
-    lengths: Tensor, budget: int, prompts: RowPrompts | None = None
+    lengths: Tensor,
+    budget: int,
+    prompts: RowPrompts | None = None,
+    contexts: PaddedContexts | None = None,
 ) -> list[Tensor]:
     """Divide rows into micro-batches with `rows x longest <= budget`, longest rows first; a longer
     row is one by itself. Rows that share their prompt come first, in micro-batches without padding,
@@ -310,6 +344,8 @@ def split_by_tokens(
         lengths: (n,) int64, tokens of each row.
         budget: tokens of a micro-batch.
         prompts: of the rows, for models that share them; None: each row holds its own.
+        contexts: of the rows, for models that pad them: in place of rows, contexts are counted, and
+            `longest` is that of a context. None: each row is one sequence.
 
     Returns:
         The row indices of each micro-batch; each of 0 .. n-1 is in one.
@@ -321,22 +357,35 @@ def split_by_tokens(
         for row_indices in _Filling(lengths, prompts).fill(groups, budget):
             micro_batches.append(torch.tensor(row_indices, device=lengths.device))
     rows = rows.to(lengths.device)
+    if contexts is not None:
+        lengths = contexts.longest
     order = rows[torch.argsort(lengths[rows], descending=True, stable=True)]
-    start = 0
     ordered = lengths[order].tolist()
+    counts = [1] * len(ordered)
+    if contexts is not None:
+        counts = contexts.counts[order].tolist()
+    start = 0
     while start < len(ordered):
-        size = max(1, budget // max(1, ordered[start]))
-        micro_batches.append(order[start : start + size])
-        start += size
+        most_sequences = budget // max(1, ordered[start])
+        end = start + 1
+        sequences = counts[start]
+        while end < len(ordered) and sequences + counts[end] <= most_sequences:
+            sequences += counts[end]
+            end += 1
+        micro_batches.append(order[start:end])
+        start = end
     return micro_batches
 
 
 def even_passes(
-    lengths: Tensor, budget: int, prompts: RowPrompts | None = None
+    lengths: Tensor,
+    budget: int,
+    prompts: RowPrompts | None = None,
+    contexts: PaddedContexts | None = None,
 ) -> tuple[list[Tensor], int]:
     """`split_by_tokens`, with the last micro-batch repeated so that all ranks have as many, and how
     many are not repeated."""
-    micro_batches = split_by_tokens(lengths, budget, prompts)
+    micro_batches = split_by_tokens(lengths, budget, prompts, contexts)
     count = len(micro_batches)
     passes = int(dist.all_reduce(torch.tensor(count, device=lengths.device), "max"))
     return micro_batches + (passes - count) * micro_batches[-1:], count

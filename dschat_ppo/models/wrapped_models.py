@@ -435,7 +435,9 @@ def response_logprobs(
 
 def _is_early(rows: Rollout, minimum_length: MinimumLength, width: int) -> Tensor:
     """(B, `width`) bool: the columns of `full_sequences` before those of a response that may end
-    it."""
+    it. `ValueError` for rows with contexts, each of which could not end early."""
+    if rows.contexts is not None:
+        raise ValueError("a minimum length of responses does not fit rows with contexts")
     columns = torch.arange(width, device=rows.prompt_mask.device)
     return columns < rows.prompt_mask.sum(dim=1, keepdim=True) + minimum_length.minimum
 

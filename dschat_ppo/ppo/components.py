@@ -23,7 +23,7 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.optimizer_step import accumulate, apply, learning_rates
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.features import hooks
-from dschat_ppo.models.micro_batches import share_prompts
+from dschat_ppo.models.micro_batches import pack_rows, share_prompts
 from dschat_ppo.monitor.rollout_metrics import experience_metrics
 from dschat_ppo.nonfinite import NonFinitePolicy, recorders_of
 from dschat_ppo.ppo.advantages import AdvantageComputation, advantage_terms, early_rewards_of
@@ -109,6 +109,7 @@ class PPOComponents:
             config.ppo.max_answer_seq_len,
             seed,
             share_prompts(engines.actor, engines.critic),
+            pack_rows(engines.actor, engines.critic),
         )
         # The coefficient comes before the updates, each of which reads its value.
         self.entropy_coef = self._build_entropy_coef()

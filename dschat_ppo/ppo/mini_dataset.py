@@ -13,7 +13,7 @@ from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common import dist
 from dschat_ppo.common.phases import block
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.models.micro_batches import RowPrompts, deal, split_by_tokens
+from dschat_ppo.models.micro_batches import RowPrompts, deal, padded_contexts, split_by_tokens
 from dschat_ppo.models.step_passes import StepPasses, on_host
 from dschat_ppo.types import (
     Experience,
@@ -54,6 +54,7 @@ class MiniDataset:
     seed: int
     # the models run the prompt of several rows once: its responses stay together
     shares_prompts: bool = False
+    packs_rows: bool = True  # the models run rows without padding
 
     def minibatches(
         self, rows: Rewarded, ppo_epochs: int, step: int
@@ -92,10 +93,16 @@ class MiniDataset:
         prompts = None
         if self.shares_prompts:
             prompts = prompts_of(rows)
+        contexts = None
+        if not self.packs_rows:
+            contexts = padded_contexts(rows)
         splits = []  # for each rank the row indices of its micro-batches
         for rank_rows in deal(lengths, dist.data_ranks(), prompts):
             rank_prompts = prompts and prompts.at(rank_rows)
-            pieces = split_by_tokens(lengths[rank_rows], self.micro_batch_tokens, rank_prompts)
+            rank_contexts = contexts and contexts.at(rank_rows)
+            pieces = split_by_tokens(
+                lengths[rank_rows], self.micro_batch_tokens, rank_prompts, rank_contexts
+            )
             splits.append([rank_rows[piece] for piece in pieces])
         most_micro_batches = max(len(micro_batches) for micro_batches in splits)
 
@@ -127,8 +134,13 @@ class MiniDataset:
 
 
 def prompts_of(rows: ForwardedRollout) -> RowPrompts:
-    """Which rows are responses to the same prompt."""
-    return RowPrompts(rows.groups, rows.prompt_mask.sum(dim=1))
+    """Which rows are responses to the same prompt. Episodes of an agent may begin with other
+    prompts than the rest of their group."""
+    groups = rows.groups
+    if rows.contexts is not None:
+        ids = torch.where(rows.prompt_mask, rows.prompt_ids, -1)
+        groups = ids.unique(dim=0, return_inverse=True)[1]
+    return RowPrompts(groups, rows.prompt_mask.sum(dim=1))
 
 
 def gather_rows(rows: Forwarded, of_group: bool = False) -> Forwarded:

@@ -22,7 +22,12 @@ from dschat_ppo.common.progress import report_phase
 from dschat_ppo.config.on_policy import OldLogprobs
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.features import hooks
-from dschat_ppo.models.micro_batches import even_passes, share_prompts
+from dschat_ppo.models.micro_batches import (
+    even_passes,
+    pack_rows,
+    padded_contexts,
+    share_prompts,
+)
 from dschat_ppo.models.step_passes import StepPasses, on_host
 from dschat_ppo.models.wrapped_models import Teaching, response_logprobs, response_values
 from dschat_ppo.ppo.mini_dataset import gather_rows, prompts_of
@@ -36,6 +41,7 @@ from dschat_ppo.types import (
     Model,
     Rollout,
     concat_rows,
+    last_contexts,
     row_lengths,
     select_rows,
     with_columns,
@@ -57,7 +63,7 @@ class RewardRequests:
         many to each, one prompt after another. `steps_done`: finished PPO steps.
 
         Prompts keep the special tokens of a chat template, but not the actor's BOS. Responses lose
-        the EOS that ended them.
+        the EOS that ended them. Of a row with several contexts, they see the last one.
         """
         samples = len(rollout.response_ids) // len(indices)
         data: list[dict[str, Any]] = [json.loads(self.prompts[index]["row"]) for index in indices]
@@ -65,16 +71,17 @@ class RewardRequests:
         groups = [group for group in range(len(data)) for _ in range(samples)]
 
         def decode() -> tuple[list[str], list[ResponseText]]:
-            mask = rollout.prompt_mask
+            scored = last_contexts(rollout)
+            mask = scored.prompt_mask
             bos = self.tokenizer.bos_token_id
             if bos is not None:  # with it, tokenizers such as Llama's put a space before the text
                 is_first = mask.cumsum(dim=1) == 1
-                mask = mask & ~((rollout.prompt_ids == bos) & is_first)
-            prompts = texts_of(self.tokenizer, rollout.prompt_ids, mask, skip_special_tokens=False)
+                mask = mask & ~((scored.prompt_ids == bos) & is_first)
+            prompts = texts_of(self.tokenizer, scored.prompt_ids, mask, skip_special_tokens=False)
             for extension in self.extensions:
                 if extension.texts is not None:
-                    return prompts, extension.texts(rollout, rows)
-            return prompts, response_texts(self.tokenizer, rollout)
+                    return prompts, extension.texts(scored, rows)
+            return prompts, response_texts(self.tokenizer, scored)
 
         return RewardRequest(rows, groups, decode, steps_done)
 
@@ -169,8 +176,13 @@ class ForwardPasses:
         prompts = None
         if share_prompts(self.actor, self.reference, self.critic):
             prompts = prompts_of(batch)
+        contexts = None
+        if not pack_rows(self.actor, self.reference, self.critic):
+            contexts = padded_contexts(batch)
         # the last pass may be repeated, so that all ranks run as many
-        row_indices, count = even_passes(row_lengths(batch), self.micro_batch_tokens, prompts)
+        row_indices, count = even_passes(
+            row_lengths(batch), self.micro_batch_tokens, prompts, contexts
+        )
         host_batch = on_host(batch)
         micro_batches = [select_rows(batch, indices) for indices in row_indices]
         host_copies = [select_rows(host_batch, indices.cpu()) for indices in row_indices]

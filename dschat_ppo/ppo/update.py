@@ -36,7 +36,13 @@ from dschat_ppo.ppo.token_losses import (
     critic_loss,
 )
 from dschat_ppo.ppo.token_records import TokenRecord
-from dschat_ppo.types import Engine, Experience, MinimumLength, RewardedRollout
+from dschat_ppo.types import (
+    Engine,
+    Experience,
+    MinimumLength,
+    RewardedRollout,
+    row_sequences,
+)
 
 
 @dataclass(frozen=True)
@@ -255,8 +261,12 @@ class PPOUpdate:
 
 
 def _rows_with_response(rows: RewardedRollout) -> Tensor:
-    """(b,) bool, True for rows that do not only fill a micro-batch."""
-    return rows.response_mask.any(dim=1)
+    """(b,) bool, or with contexts (S,), True for sequences of rows that do not only fill a
+    micro-batch."""
+    is_counted = rows.response_mask.any(dim=1)
+    if rows.contexts is None:
+        return is_counted
+    return is_counted[row_sequences(rows).rows]
 
 
 def _is_above(limit: float | None, name: str, sums: MetricSums, consequence: str) -> bool:

@@ -29,7 +29,7 @@ from dschat_ppo.rewards.call_forms import (
 )
 from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest, is_routed_to
 from dschat_ppo.rewards.worker_pool import CallError, WorkerPool
-from dschat_ppo.types import Rollout
+from dschat_ppo.types import Rollout, last_contexts
 
 FLAG = "--reward_function"
 _IN_RULES = (
@@ -190,7 +190,8 @@ class FunctionReward:
         rows = [
             index for index, row in enumerate(request.rows) if is_routed_to(self.spec.sources, row)
         ]
-        responses = [self._response(request, rollout, index) for index in rows]
+        scored = last_contexts(rollout)
+        responses = [self._response(request, scored, index) for index in rows]
         columns = list(dict.fromkeys(name for response in responses for name in response.row))
         self._warn_of_missing(responses, columns)
         results = self._results(responses, columns, request.step)

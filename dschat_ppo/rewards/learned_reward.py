@@ -24,7 +24,7 @@ from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.micro_batches import common_beginnings, even_passes, share_prompts
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.rewards.reward_source import RewardRequest, raise_on_any_rank
-from dschat_ppo.types import Model, Rollout, full_sequences
+from dschat_ppo.types import Model, Rollout, full_sequences, last_contexts
 
 BATCH_TOKENS = 16384
 # keys of the model's config, written by step 2
@@ -66,7 +66,9 @@ class ModelReward:
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
         """(B,) fp32. Collective: all ranks run equally many passes, and raise `RewardServiceError`
-        if the tokenizer or the template of the reward model rejects a row of one."""
+        if the tokenizer or the template of the reward model rejects a row of one. Of a row with
+        several contexts, the last one is scored."""
+        rollout = last_contexts(rollout)
         responses = list[list[int]]()
         if self.reward_tokenizer is None:
             input_ids, lengths = full_sequences(rollout)
