@@ -17,7 +17,7 @@ from dschat_ppo.config.objective_kinds import objective_kinds
 from dschat_ppo.errors import UserError, without_credentials
 
 NOT_PLOTTED = ("step", "time", "epoch")  # keys of a line that are not metrics
-# of an episode: (role "model", "call" or "environment"; text; reward)
+# of an episode: (role "model", "call", "environment" or "context"; text; reward)
 Turn = tuple[str, str, float | None]
 # errors of a line that is no response, or whose values are of another type
 OF_ANOTHER_SHAPE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)

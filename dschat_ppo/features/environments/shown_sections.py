@@ -6,6 +6,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.data.encode import decoded
@@ -20,12 +21,15 @@ def sections_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[li
     """The sections of each row that has observations; [] of the others.
 
     A section has a `text` and a `role`: "model" for what the model says, "call" for its tool calls,
-    "environment" for what came back. The last section of an action has its `reward`, if the rollout
-    has rewards of turns.
+    "environment" for what came back, "context" for the prompt of a conversation that starts anew.
+    The last section of an action has its `reward`, if the rollout has rewards of turns.
     """
     sections_of_rows = list[list[dict[str, Any]]]()
     lengths = rollout.response_lengths.tolist()
     chosen = rollout.response_mask.tolist()
+    contexts = torch.zeros_like(rollout.response_ids)  # (B, R)
+    if rollout.contexts is not None:
+        contexts = rollout.contexts
     rewards: list[Any] = [None] * len(lengths)
     if "turn_rewards" in rollout.extra:
         rewards = rollout.extra["turn_rewards"].tolist()
@@ -33,24 +37,31 @@ def sections_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[li
         rollout.prompt_ids[:, -LONGEST_MARK:].tolist(),
         rollout.response_ids.tolist(),
         chosen,
+        contexts.tolist(),
         lengths,
         rewards,
         strict=True,
     )
-    for prompt, ids, mask, length, rewards_of_row in rows:
+    for prompt, ids, mask, contexts_of_row, length, rewards_of_row in rows:
         sections = list[dict[str, Any]]()
         sections_of_rows.append(sections)
         if all(mask[:length]):
             continue  # the model chose all tokens: there is no observation
         before = prompt
         end = 0
-        for is_action, tokens in groupby(mask[:length]):
+        last_context = 0  # of the actions so far
+        runs = groupby(zip(mask[:length], contexts_of_row, strict=False))
+        for (is_action, context), tokens in runs:
             start = end
             end = start + len(list(tokens))
             if is_action:
                 sections += _action_sections(tokenizer, ids[start:end], before)
                 if rewards_of_row is not None:
                     sections[-1]["reward"] = rewards_of_row[end - 1]
+                last_context = context
+            elif context > last_context:
+                text = str(tokenizer.decode(ids[start:end], skip_special_tokens=True))
+                sections.append({"role": "context", "text": text.strip()})
             else:
                 seen = observed_text(tokenizer, ids[start:end])
                 sections.append({"role": "environment", "text": seen})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -29,6 +30,8 @@ class ExplainedToken:
     Attributes:
         piece: its text.
         is_chosen: whether the policy chose it; no loss touches the others, which are observations.
+        begun_context: the number of the context whose prompt it belongs to, from 2 on; None for
+            tokens that are in no prompt of a later context.
         numbers: of `QUANTITIES`, by name; None for a quantity that the run does not have, and for
             one that is not finite.
         ratio: of the policy in the forward pass of the update to the one that sampled.
@@ -38,6 +41,7 @@ class ExplainedToken:
 
     piece: str
     is_chosen: bool
+    begun_context: int | None
     numbers: dict[str, float | None]
     ratio: float | None
     why: str
@@ -82,7 +86,8 @@ def explained_tokens(
     if update is not None:
         ratios = np.exp(np.clip(columns["log_ratio"].astype(float), -20, 20))
         shares = loss_shares(row, step, update)
-    thoughts = _thoughts(row.pieces)
+    thoughts = _thoughts_of_contexts(row)
+    begun_contexts = _begun_contexts(row)
     tokens = []
     for position in range(count):
         is_chosen = bool(row.tokens["chosen"][position])
@@ -96,17 +101,48 @@ def explained_tokens(
         if is_chosen and ratios is not None and shares is not None:
             ratio = float(ratios[position])
             share = float(shares[position])
+        why = _why(row, step, position, ratio, share, update)
+        if begun_contexts[position] is not None:
+            why = f"prompt of context {begun_contexts[position]}: not trained"
         tokens.append(
             ExplainedToken(
                 piece=row.pieces[position],
                 is_chosen=is_chosen,
+                begun_context=begun_contexts[position],
                 numbers=quantities,
                 ratio=ratio,
-                why=_why(row, step, position, ratio, share, update),
+                why=why,
                 is_thought=thoughts[position],
             )
         )
     return tokens
+
+
+def _contexts(row: RecordedRow) -> list[int]:
+    """The number of the context of each token, from 0 on."""
+    if "contexts" not in row.tokens:
+        return [0] * len(row.pieces)
+    return [int(number) for number in row.tokens["contexts"]]
+
+
+def _begun_contexts(row: RecordedRow) -> list[int | None]:
+    """`begun_context` of each token."""
+    begun: list[int | None] = []
+    context = 0  # the last one of which a token is chosen
+    for number, is_chosen in zip(_contexts(row), row.tokens["chosen"].tolist(), strict=True):
+        if is_chosen:
+            context = number
+        begun.append(number + 1 if number > context else None)
+    return begun
+
+
+def _thoughts_of_contexts(row: RecordedRow) -> list[bool]:
+    """Whether each token is inside a thought; a thought ends with its context."""
+    inside: list[bool] = []
+    pieces = iter(row.pieces)
+    for _, tokens in groupby(_contexts(row)):
+        inside += _thoughts([next(pieces) for _ in tokens])
+    return inside
 
 
 def _columns(row: RecordedRow, update: int | None) -> dict[str, Numbers]:

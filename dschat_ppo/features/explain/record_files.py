@@ -28,6 +28,7 @@ Numbers = NDArray[Any]
 TOKEN_COLUMNS = (
     "response_ids",
     "chosen",
+    "contexts",
     "loss_mask",
     "rollout_logprobs",
     "old_logprobs",

@@ -58,7 +58,10 @@ def row_lines(
         if not token.is_chosen:
             text = one_line("".join(tokens[at].piece for at, _ in run))
             length = counted(len(run), "token")
-            lines.append(f"{position:>4} {_piece(text)}   observation of {length}: not trained")
+            observed = f"observation of {length}"
+            if token.begun_context is not None:
+                observed = f"prompt of context {token.begun_context}, {length}"
+            lines.append(f"{position:>4} {_piece(text)}   {observed}: not trained")
         elif token.is_thought and not shows_thoughts:
             lines.append(f"{position:>4} {_piece('<think>')}   {_folded_thought(run)}")
         else:
@@ -105,16 +108,22 @@ def one_line(text: str) -> str:
 def _run_of(
     left: Sequence[tuple[int, ExplainedToken]], shows_thoughts: bool
 ) -> Sequence[tuple[int, ExplainedToken]]:
-    """The first tokens that are left in one line: one observation, a thought, or a token."""
+    """The first tokens that are left in one line: one observation or prompt, a thought, or a
+    token."""
     _, first = left[0]
     count = 1
     if not first.is_chosen:
-        while count < len(left) and not left[count][1].is_chosen:
+        while count < len(left) and _is_same_observation(first, left[count][1]):
             count += 1
     elif first.is_thought and not shows_thoughts:
         while count < len(left) and left[count][1].is_thought and left[count][1].is_chosen:
             count += 1
     return left[:count]
+
+
+def _is_same_observation(first: ExplainedToken, token: ExplainedToken) -> bool:
+    """Whether neither is chosen, and both are or are not in the prompt of the same context."""
+    return not token.is_chosen and token.begun_context == first.begun_context
 
 
 def _token_line(position: int, token: ExplainedToken) -> str:

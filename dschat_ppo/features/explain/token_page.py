@@ -134,7 +134,7 @@ def _span(token: ExplainedToken, scales: dict[str, float | None], present: Seque
     """A token, with its shade of each quantity and its numbers."""
     text = escape(token.piece)
     if not token.is_chosen:
-        return f'<span class="observed" title="observation: not trained">{text}</span>'
+        return f'<span class="observed" title="{escape(token.why)}">{text}</span>'
     shades = [_shade(token.numbers[name], scales[name]) for name in present]
     texts = []
     for name in present:

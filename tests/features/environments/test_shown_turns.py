@@ -87,6 +87,38 @@ def test_turns_are_the_runs_of_the_mask():
     assert all("reward" not in part for part in sections_of(tokenizer, replace(rows, extra={}))[1])
 
 
+def test_the_prompt_of_a_later_context_is_a_section_of_its_own():
+    """The second conversation follows an observation that nothing answered."""
+    tokenizer, _ = shaped("ChatML")
+    heard = "\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
+    begun = "<|im_start|>user\nSum up.<|im_end|>\n<|im_start|>assistant\n"
+    parts = [
+        ("First.<|im_end|>", True, 0.5),
+        (heard, False, 0.0),
+        (begun, False, 0.0),
+        ("Well.<|im_end|>", True, 1.0),
+        (heard, False, 0.0),
+        ("Done.<|im_end|>", True, 2.0),
+    ]
+    rows = rows_of(tokenizer, parts)
+    numbers = []
+    for (text, _, _), context in zip(parts, (0, 0, 1, 1, 1, 1), strict=True):
+        numbers += [context] * len(encode_after(tokenizer, "", text))
+    rows = replace(rows, contexts=torch.tensor([numbers], dtype=torch.int16))
+    expected = [
+        {"role": "model", "text": "First.", "reward": 0.5},
+        {"role": "environment", "text": "again"},
+        {"role": "context", "text": "user\nSum up.\nassistant"},
+        {"role": "model", "text": "Well.", "reward": 1.0},
+        {"role": "environment", "text": "again"},
+        {"role": "model", "text": "Done.", "reward": 2.0},
+    ]
+    assert sections_of(tokenizer, rows) == [expected]
+    [line] = sample_lines(rows, tokenizer, ["environment"])
+    assert line["turns"] == expected
+    assert "    context: user" in printed_responses(1, [line]).split("\n")
+
+
 def test_samples_printed_answers_and_held_out_answers_have_turns():
     tokenizer, _ = shaped("ChatML")
     heard = "\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"

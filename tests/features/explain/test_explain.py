@@ -242,6 +242,22 @@ def test_a_row_without_a_chosen_token_is_shown_as_an_observation(tmp_path, capsy
     assert page.count('class="observed"') == 4 and "<select" not in page
 
 
+def test_the_prompt_of_a_later_context_is_named(tmp_path, capsys):
+    """The third token is what a second conversation begins with; a thought ends before it."""
+    path = write_record(tmp_path, pieces=["17", " <think>", "again:", "b"])
+    with safe_open(path, "numpy") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    tensors["tokens.contexts"] = np.array([0, 0, 1, 1], dtype=np.int16)
+    save_file(tensors, path, metadata)
+    text = shown(capsys, tmp_path, "--step", 1, "--row", 3)
+    assert "prompt of context 2, 1 token: not trained" in text and "observation" not in text
+    assert "thought of 1 token" in text and "score 6.000" in text
+    shown(capsys, tmp_path, "--step", 1, "--html", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert '<span class="observed" title="prompt of context 2: not trained">again:</span>' in page
+
+
 def test_the_first_and_the_newest_steps_stay_in_a_report(tmp_path, monkeypatch):
     for step in range(1, 6):
         write_record(tmp_path, step)
