@@ -22,7 +22,8 @@ class StepLoss:
 
     batches: Sequence[Any]  # micro-batches of this rank, of one type
     of_batch: MicroBatchLoss  # their loss, by one forward pass
-    # (micro-batch) -> rows that count, (B,) bool, and do not only fill the micro-batch
+    # (micro-batch) -> the sequences of a forward pass that count, and do not only fill the
+    # micro-batch: (B,) bool
     rows_of: Callable[[Any], Tensor]
     sums: MetricSums  # the metrics of the step
     metric_prefix: str = ""
