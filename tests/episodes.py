@@ -112,17 +112,24 @@ def rollout_of(made: list[list[Context]], has_contexts: bool = True) -> Rollout:
     )
 
 
-def logprobs_alone(lm, made: list[list[Context]], temperature: float = 1.0):
-    """Log-probs and entropies (n,) of the chosen tokens, in their order, each context by itself."""
-    logprobs, entropies = [], []
+def tables_alone(lm, made: list[list[Context]], temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs (n, V) of the distributions from which the chosen tokens are drawn, in their order,
+    each context by itself."""
+    tables = []
     for context in (context for episode in made for context in episode):
         logits = lm(input_ids=torch.tensor([context.ids]), use_cache=False).logits[0]
-        table = torch.log_softmax(logits / temperature, dim=-1)
-        for column in context.chosen_columns:
-            before = table[column - 1]
-            logprobs.append(before[context.ids[column]])
-            entropies.append(-(before.exp() * before).sum())
-    return torch.stack(logprobs), torch.stack(entropies)
+        before = [column - 1 for column in context.chosen_columns]
+        tables.append(torch.log_softmax(logits[before] / temperature, dim=-1))
+    return torch.cat(tables)
+
+
+def logprobs_alone(lm, made: list[list[Context]], temperature: float = 1.0):
+    """Log-probs and entropies (n,) of the chosen tokens, in their order, each context by itself."""
+    tables = tables_alone(lm, made, temperature)
+    contexts = [context for episode in made for context in episode]
+    chosen = [context.ids[column] for context in contexts for column in context.chosen_columns]
+    logprobs = tables.gather(1, torch.tensor(chosen).unsqueeze(1)).squeeze(1)
+    return logprobs, -(tables.exp() * tables).sum(dim=1)
 
 
 def values_alone(classifier, made: list[list[Context]]) -> torch.Tensor:

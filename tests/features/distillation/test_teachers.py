@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from episodes import fixed_episodes, logprobs_alone, rollout_of, tables_alone
 from tiny_experience import record
 from tiny_models import VOCABULARY, new_model
 
@@ -15,7 +16,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.features.distillation.advantage_terms import advantage_term_of
 from dschat_ppo.features.distillation.loss_terms import divergence_term
 from dschat_ppo.features.distillation.teachers import Teachers
-from dschat_ppo.models.wrapped_models import PolicyModel
+from dschat_ppo.models.wrapped_models import PolicyModel, response_logprobs
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo.advantages import AdvantageComputation, AdvantageTerm
 from dschat_ppo.ppo.loss_terms import full_kl_term
@@ -150,6 +151,28 @@ def test_log_probs_of_sampled_tokens_come_from_the_rows_teacher_without_what_cou
         )
         torch.testing.assert_close(found[number][ACTIONS[number]], expected, rtol=1e-4, atol=1e-5)
     assert not found[~ACTIONS].any() and not found[3].any()
+
+
+def test_a_teacher_reads_each_context_of_its_rows_alone():
+    student, *others = [new_model(name) for name in ("llama", "qwen3", "gemma2")]
+    made = fixed_episodes()
+    rows = with_columns(rollout_of(made), {"teachers": torch.tensor([1, -1, 0])})
+    taught = Teachers([PolicyModel(each) for each in others], Divergence("jsd", 0.3), TEMPERATURE)
+    logprobs = taught.logprobs(rows)
+    divergences = response_logprobs(
+        PolicyModel(student), rows, TEMPERATURE, teachings=taught.teachings(rows)
+    ).divergences
+    for row, teacher in ((0, 1), (2, 0)):
+        episode, mask = [made[row]], rows.response_mask[row]
+        expected = logprobs_alone(others[teacher], episode, TEMPERATURE)[0]
+        torch.testing.assert_close(logprobs[row][mask], expected, rtol=0, atol=1e-5)
+        log_p, log_q = (
+            tables_alone(model, episode, TEMPERATURE) for model in (student, others[teacher])
+        )
+        expected = dense_divergence(log_p, log_q, "jsd", 0.3)
+        torch.testing.assert_close(divergences[teacher][row][mask], expected, rtol=1e-4, atol=1e-5)
+        assert not divergences[1 - teacher][row].any()
+    assert not logprobs[1].any() and not logprobs[~rows.response_mask].any()
 
 
 def term(words: str = "") -> AdvantageTerm:
