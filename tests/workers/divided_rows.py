@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import product
 
 import torch
+from episodes import fixed_episodes, logprobs_alone, rollout_of
 from tiny_models import VOCABULARY, new_model
 
 from dschat_ppo.common import dist
@@ -12,7 +13,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.features.sequence_parallel.row_runners import DIVIDED
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel, response_logprobs
 
 # so that 41 tokens are a long row
 SHORT_ROPE = {"phi3-longrope": {"original_max_position_embeddings": 32}}
@@ -45,7 +46,28 @@ def families() -> dict[str, list[float]]:
         )
     found["scalar"] = against_whole_rows("llama", False, scalar=True)
     found["scalar packed"] = against_whole_rows("mistral-window", True, scalar=True)
+    for packed in (False, True):
+        found[f"contexts{' packed' * packed}"] = against_contexts_alone(packed)
     return found
+
+
+def against_contexts_alone(packed: bool) -> list[float]:
+    """Largest differences of log-probs, and of gradients relative to them, between rows of several
+    contexts that are divided and each context alone in plain transformers."""
+    lm, made = new_model("llama"), fixed_episodes()
+    rows = rollout_of(made)
+    policy = PolicyModel(lm, Layout(packed=packed, runner=DIVIDED))
+    found = response_logprobs(policy, rows, 1.0).logprobs[rows.response_mask]
+    results = []
+    for logprobs in (found, logprobs_alone(lm, made)[0]):
+        lm.zero_grad()
+        (torch.linspace(-1, 1, len(logprobs)) * logprobs).sum().backward()
+        results.append(torch.cat([p.grad.flatten() for p in lm.parameters()]))
+    gradients, expected = dist.all_reduce(results[0]), results[1]
+    return [
+        float((found - logprobs).detach().abs().max()),
+        float((gradients - expected).abs().max() / expected.abs().max()),
+    ]
 
 
 def against_whole_rows(
