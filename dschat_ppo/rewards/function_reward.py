@@ -190,8 +190,9 @@ class FunctionReward:
         rows = [
             index for index, row in enumerate(request.rows) if is_routed_to(self.spec.sources, row)
         ]
-        scored = last_contexts(rollout)
-        responses = [self._response(request, scored, index) for index in rows]
+        if self.signature.takes_token_ids:
+            rollout = last_contexts(rollout)
+        responses = [self._response(request, rollout, index) for index in rows]
         columns = list(dict.fromkeys(name for response in responses for name in response.row))
         self._warn_of_missing(responses, columns)
         results = self._results(responses, columns, request.step)

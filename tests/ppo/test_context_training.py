@@ -31,6 +31,7 @@ from dschat_ppo.ppo.mini_dataset import MiniDataset, prompts_of
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
 from dschat_ppo.ppo.token_losses import ActorLoss, critic_loss
 from dschat_ppo.ppo.update import _rows_with_response
+from dschat_ppo.rewards.function_reward import FunctionReward, parse_function
 from dschat_ppo.rewards.learned_reward import ModelReward
 from dschat_ppo.rewards.reward_source import RewardMixture, RewardRequest
 from dschat_ppo.types import ScoredRollout, full_sequences
@@ -231,7 +232,7 @@ def test_rows_that_count_are_named_by_sequence():
 
 
 @torch.no_grad()
-def test_reward_sources_see_the_last_context():
+def test_reward_sources_see_the_last_context(tmp_path):
     made = fixed_episodes()
     tokenizer = tokenizer_of("bytes")
     seen = {}
@@ -247,10 +248,17 @@ def test_reward_sources_see_the_last_context():
         def __getitem__(self, index):
             return {"row": "{}"}
 
-    mixture = RewardMixture([(Source(), 1.0)])
+    (tmp_path / "ids.py").write_text(
+        "def ids(completions, completion_ids, **columns):\n"
+        "    return [float(sum(row)) for row in completion_ids]\n"
+    )
+    of_ids = FunctionReward(parse_function(f"{tmp_path}/ids.py:ids"), 1, 10.0)
+    mixture = RewardMixture([(Source(), 1.0), (of_ids, 1.0)])
     requests = RewardRequests(mixture, Prompts(), tokenizer)
     rows = rollout_of(made)
-    mixture(requests.request(rows, [0, 1, 2], 0), rows)
+    scores = mixture(requests.request(rows, [0, 1, 2], 0), rows)
+    of_ids.close()
+    assert scores.total.tolist() == [sum(episode[-1].response) for episode in made]
     for row, episode in enumerate(made):
         last = episode[-1]
         assert seen["prompts"][row] == tokenizer.decode(last.prompt)
