@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dschat_ppo.rollout.turn_by_turn import left_padded
 from dschat_ppo.types import FinishReason, PromptBatch, Rollout, pad_rows, to_device
 
 
@@ -49,10 +48,10 @@ def rows_of_episodes(
             row_prompts.append(_unpadded_prompt(default_prompts, row))
             reasons.append(int(FinishReason.LENGTH))
         tokens.append(_joined_contexts(host, of_row))
-    batch = left_padded(row_prompts)
+    masks = [torch.ones_like(prompt, dtype=torch.bool) for prompt in row_prompts]
     rows = Rollout(
-        prompt_ids=batch.prompt_ids,
-        prompt_mask=batch.prompt_mask,
+        prompt_ids=pad_sequence(row_prompts, batch_first=True, padding_side="left"),
+        prompt_mask=pad_sequence(masks, batch_first=True, padding_side="left"),
         response_ids=pad_sequence([of_row.ids for of_row in tokens], batch_first=True),
         response_mask=pad_sequence([of_row.is_chosen for of_row in tokens], batch_first=True),
         rollout_logprobs=pad_sequence([of_row.logprobs for of_row in tokens], batch_first=True),
@@ -60,7 +59,7 @@ def rows_of_episodes(
         contexts=pad_sequence([of_row.contexts for of_row in tokens], batch_first=True),
         episode_lengths=torch.tensor([len(of_row.ids) for of_row in tokens]),
     )
-    rows = pad_rows(rows, batch.prompt_ids.shape[1], max(1, rows.response_ids.shape[1]))
+    rows = pad_rows(rows, rows.prompt_ids.shape[1], max(1, rows.response_ids.shape[1]))
     return to_device(rows, sequences.response_ids.device)
 
 
