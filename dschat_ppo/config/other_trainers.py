@@ -37,7 +37,8 @@ THEIR_NAMES = {
     "ppo_epochs num_train_epochs": "max_epochs",
     "num_train_epochs": "num_episodes",
     "ppo_epochs": "num_iterations num_ppo_epochs",
-    "learning_rate": "adam_lr",
+    "learning_rate": "adam_lr lr",
+    "critic_learning_rate": "vf_coef value_loss_coef value_coef",
     "adam_epsilon": "adam_eps",
     "weight_decay": "l2",
     "lr_scheduler_type": "lr_scheduler",
@@ -159,6 +160,10 @@ REMARKS = {
         "tokens of a forward pass, not rows",
     ),
     "total_episodes": "PPO steps, not episodes",
+    **dict.fromkeys(
+        ("vf_coef", "value_loss_coef", "value_coef"),
+        "the critic has an optimizer of its own, so its loss has no coefficient",
+    ),
     **dict.fromkeys(
         ("icepop", "use_icepop", "enable_icepop"),
         "IcePop is --importance_correction token --importance_mode mask",

@@ -226,6 +226,9 @@ NO_CRITIC = "is for a critic, which only --advantage_estimator gae trains; omit 
             "reward_model_path: use --reward_model_name_or_path",
         ),
         ("ppo", "--advantage_estimator gae --lam 1", "lam: use --gae_lambda"),
+        ("ppo", "--critic.lr 1", "critic.lr: use --critic_learning_rate"),
+        ("ppo", "--vf_coef 0.1", "learning_rate (the critic has an optimizer of its own"),
+        ("ppo", "--advantage_estimator grpo --value_loss_coef 1", NO_CRITIC),
         # importance correction
         ("ppo", "--is_correction_enable", "use --importance_correction"),
         ("ppo", "--icepop", "--importance_correction token --importance_mode mask"),
