@@ -16,7 +16,7 @@ _JOINERS = "\u200c\u200d"  # invisible, but part of ordinary text in several scr
 HIDDEN = "***"  # in place of credentials
 # The name of a setting whose value is a credential, such as `x-api-key`, `hf_token` and `pass`
 _CLEAR_SECRETS = (
-    r"[\w.-]*(?:api|access|secret|private|auth)[-_]?key"
+    r"[\w.-]*(?:api|access|account|secret|signing|subscription|private|auth)[-_]?key"
     r"|[\w.-]*(?:api|access|auth|hf|bearer)[-_]?token"
     r"|[\w.-]*(?:secret|password|passwd|passphrase|credentials?)"
 )
@@ -37,7 +37,8 @@ _USER = re.compile(
     rf"([^/\s?#@:]*:(?:(?!://|@[\w.-]+{_PORT})[^\s\"'<>])*|[^/\s?#]*)@"
 )
 # In texts of unknown origin: settings in JSON, Python, YAML, headers and command lines, and
-# variables of an environment. `pass` is a usual word, and a credential only with a quoted value.
+# variables of an environment. `pass` is a usual word, and a credential only with a value that is
+# quoted or has letters and digits, and is no number.
 _OTHER_TOKENS = r"[\w.-]*(?:client|github|gitlab|refresh|session|wandb)[-_]?token"
 _VARIABLES = (
     r"(?-i:(?!(?:BOS|CLS|EOS|EOT|MASK|PAD|SEP|UNK)_TOKEN)"
@@ -50,12 +51,14 @@ _QUOTED = (
     r"""[bru]?(?P<quote>\\*["'])(?P<value>(?:(?!(?P=quote))(?:\\(?!["']).|\\["']|[^\\\n]))+)"""
 )
 _BARE = r"""(?P<value>[^\s"'\\,;&(){}<>\[\]=][^\s"'\\,;&(){}<>\[\]]*)"""
+_MIXED = r"(?!/)(?=\S*[a-z])(?=\S*\d)(?![-+.\d]+(?:e[-+]?\d+)?(?:[^\w.]|$))"
 _SCHEME = r"(?:(?:basic|bearer|digest|token|api-?key)\s+)?"
 _IN_TEXT = [
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
         rf"{_ANY_NAME}{_END_QUOTE}\s*[:=]\s*{_QUOTED}",
         rf"{_CLEAR_NAME}{_END_QUOTE}[ \t]*[:=][ \t]*{_BARE}",
+        rf"(?<![\w.-])(?:[\w.-]*[-_.])?(?:pass|pwd)={_MIXED}{_BARE}",
         rf"(?<![\w.-])--(?:{_CLEAR_SECRETS}|{_OTHER_TOKENS})[ \t]+[\"']?(?!-){_BARE}",
         rf"authorization{_END_QUOTE}\s*[:=,]\s*(?:[bru]?\\*[\"'])?{_SCHEME}{_BARE}",
         r"\bbearer\s+(?=\S*\d)(?P<value>[\w.~+/=-]{8,})",
@@ -77,6 +80,7 @@ _NO_SECRETS = frozenset(
     ).split()
 )
 _SHORTEST = 4  # characters of a credential that is looked for in other text
+_SHORTEST_WITHIN = 7  # characters of it in the base64 of a longer text
 _KNOWN: dict[str, None] = {}  # credentials that this process was given, and how others write them
 MOST_CHARACTERS = 400  # of a quoted message of another library; the log has the rest
 
@@ -98,7 +102,7 @@ def without_credentials(value: Any) -> Any:
 
 def remember_credentials(flag: str) -> None:
     """Hide what `without_credentials` hides in this flag in every later message too, wherever it
-    stands: a service or a function may quote it, as it is, percent-encoded or in base64."""
+    stands: a service or a function may quote it, as it is, percent-encoded, in base64 or in hex."""
     secrets = [value for _, value in _URL_SETTING.findall(flag) if "://" in flag]
     secrets += [value for _, value in _SETTING.findall(flag) if "://" not in flag]
     for _, user in _USER.findall(flag):
@@ -113,11 +117,26 @@ def remember_secret(secret: str) -> None:
     if len(secret) < _SHORTEST or secret == HIDDEN:
         return
     content = secret.encode(errors="surrogatepass")
-    texts = [secret, quote(secret, safe="", errors="surrogatepass")]
+    texts = [secret, quote(secret, safe="", errors="surrogatepass"), content.hex()]
     for code in (base64.b64encode(content), base64.urlsafe_b64encode(content)):
         texts.append(code.decode().rstrip("="))
+    for offset in range(3):
+        texts += _within_base64(content, offset)
     for text in texts:
         _KNOWN[text] = None
+
+
+def _within_base64(content: bytes, offset: int) -> list[str]:
+    """How these bytes look in the base64 of a longer text, such as `user:password`, in which
+    `offset` bytes, or 3 or 6 more, precede them: the characters that nothing else decides. []
+    if they are too few to mean this text."""
+    first = -(-8 * offset // 6)
+    last = 8 * (offset + len(content)) // 6
+    if last - first < _SHORTEST_WITHIN:
+        return []
+    padded = bytes(offset) + content
+    codes = (base64.b64encode(padded), base64.urlsafe_b64encode(padded))
+    return [code.decode()[first:last] for code in codes]
 
 
 def is_secret_name(name: str) -> bool:
