@@ -50,7 +50,7 @@ def in_processes(count: int, work: Callable[[int], Result], doing: str) -> list[
         return [work(0)]
     _WORK[:] = [work]
     pool = futures.ProcessPoolExecutor(
-        count, multiprocessing.get_context("fork"), _begin, (os.getpid(),)
+        count, multiprocessing.get_context("fork"), _begin_worker, (os.getpid(),)
     )
     try:
         calls = [pool.submit(_work, index) for index in range(count)]
@@ -73,7 +73,7 @@ def in_processes(count: int, work: Callable[[int], Result], doing: str) -> list[
         _WORK.clear()
 
 
-def _begin(parent: int) -> None:
+def _begin_worker(parent: int) -> None:
     signal_when_parent_ends(signal.SIGKILL)
     if os.getppid() != parent:  # it has ended already
         os._exit(1)

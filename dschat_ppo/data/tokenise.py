@@ -220,7 +220,8 @@ def _rows_of_example(
     row: dict[str, Any], example: Example, settings: TokeniseSettings
 ) -> list[dict[str, Any]]:
     """The token rows of one example of the raw row `row`: one, or the blocks of a long plain text.
-    `UserError` for an empty prompt or answer, and for what the use does not find in it."""
+    `tokens` of a row counts them before the limit cut it; of a block, its own. `UserError` for an
+    empty prompt or answer, and for what the use does not find in it."""
     step = settings.step
     tokenizer = settings.tokenizer
     further_use = further_uses().get(step.use)
@@ -247,7 +248,7 @@ def _rows_of_example(
             outcome = Fitted.DROPPED  # the limit leaves nothing of what the use reads
         measured = fitted if outcome == Fitted.BLOCKS else ids
         longest = max((len(answer) for answer in measured.answers), default=0)
-        content = [str(value) for value in (example.margin, *_hashed(columns), *row_answers)]
+        besides_tokens = [str(value) for value in (example.margin, *_hashed(columns), *row_answers)]
         token_rows.append(
             {
                 "problem": None,
@@ -258,7 +259,7 @@ def _rows_of_example(
                 "remark": "\n".join(ids.remarks) or None,
                 "tokens": len(measured.prompt) + longest,
                 **columns,
-                "digest": _hash(fitted, *content),
+                "digest": _hash(fitted, *besides_tokens),
             }
         )
     return token_rows

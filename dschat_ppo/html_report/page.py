@@ -140,12 +140,12 @@ def page(runs: Sequence[Run], now: float, live: dict[str, Any] | None = None) ->
             `version` names the state of their files. None: a file.
     """
     all_charts = charts(runs)
-    # beside the overview
-    first = [
+    beside_overview = [
         chart for chart in all_charts[:2] if chart.figure.section == all_charts[0].figure.section
     ]
+    further_charts = all_charts[len(beside_overview) :]
     sections = []
-    for section, group in groupby(all_charts[len(first) :], key=lambda chart: chart.figure.section):
+    for section, group in groupby(further_charts, key=lambda chart: chart.figure.section):
         sections.append((section, list(group)))
     licence = _asset("uPlot.LICENSE")
     script = f"/*\n{licence}*/\n{_asset('uPlot.iife.min.js')}\n{_asset('report.js')}"
@@ -167,12 +167,13 @@ def page(runs: Sequence[Run], now: float, live: dict[str, Any] | None = None) ->
         made_at=datetime.fromtimestamp(now, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"),
         style=style,
         script=script,
-        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        # of the only script that the page lets a browser run
+        script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         data=data,
         live=live,
         runs=runs,
         overview=overview(runs, now),
-        first=first,
+        beside_overview=beside_overview,
         other=OTHER_METRICS,
         most=MOST_RESPONSE_CHARACTERS,
         ends=ENDS,

@@ -126,7 +126,7 @@ def set_limits(job: dict) -> None:
         resource.setrlimit(limit, (value, value))
 
 
-def refuse(event: str, arguments: tuple) -> None:
+def refuse_event(event: str, arguments: tuple) -> None:
     """Let Python refuse network and processes where nothing else does: a program can circumvent
     that."""
     if event.startswith("socket.") or event in PROCESS_EVENTS:
@@ -175,7 +175,7 @@ def main() -> None:
     os.close(nowhere)
     set_limits(job)
     if not job["bwrap"]:
-        sys.addaudithook(refuse)
+        sys.addaudithook(refuse_event)
     os.write(report, f"{job['token']} starts as {os.getpid()}\n".encode())
     try:
         run_program(job["program"], job["tests"], job.pop("token"), report)

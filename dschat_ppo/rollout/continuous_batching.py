@@ -60,7 +60,8 @@ class Partner(Protocol):
         """An action has ended. `ids`: its tokens; `end`: index of the last one in the response."""
 
     def observed(self, wait: bool) -> list[tuple[int, list[int]]]:
-        """Sequences that have a reply, each with the tokens to go on with; none if it is over."""
+        """Sequences that have a reply, each with the tokens to go on with; none if it is over.
+        `wait`: until there is one."""
 
     def cut(self, sequence: int, end: int) -> None:
         """The limit of tokens ended an action at token `end`."""
@@ -302,10 +303,13 @@ class ContinuousBatching:
             partner.end_turn(sequence, ids, count - 1)
 
     def _observe(self, partner: Partner) -> dict[int, int]:
-        """Let the sequences go on that have a reply; those whose rows have stopped
-        start again. Returns how many tokens of each row are new to the cache: those before its new
-        position, which the next decode step feeds. When memory runs out, no observation is lost: it
-        stays in `observations` until the sequence has it."""
+        """Let the sequences go on that have a reply of `partner`; those that have lost their rows
+        wait for new ones. The call waits for a reply only if no row runs and none can begin.
+
+        Returns for each sequence that goes on how many tokens are new to the cache: those before
+        its new position, which the next decode step feeds. When memory runs out, no observation is
+        lost: it stays in `observations` until the sequence has it.
+        """
         running = self.running
         buffers = self.buffers
         counts = dict[int, int]()
@@ -314,17 +318,17 @@ class ContinuousBatching:
         self.observations += partner.observed(is_idle and not self.observations)
         while self.observations:
             sequence, tokens = self.observations[0]
-            end = int(buffers.response_lengths[sequence])
-            if tokens and end + len(tokens) < int(buffers.limits[sequence]):
+            new_length = int(buffers.response_lengths[sequence]) + len(tokens)
+            if tokens and new_length < int(buffers.limits[sequence]):
                 buffers.observe(sequence, tokens)
-                start = int(self.sequences.prompt_lengths[sequence]) + end + len(tokens)
+                start = int(self.sequences.prompt_lengths[sequence]) + new_length
                 self.sequences.start_lengths[sequence] = start
                 if sequence in self.without_rows:
                     self.waiting = np.concatenate([[sequence], self.waiting])
                 else:
                     counts[sequence] = len(tokens)
                     running.resume(sequence, start - 1)
-            else:
+            else:  # the episode is over, or the observation leaves no token for an action
                 running.drop(sequence)
                 if tokens:
                     buffers.finish_reasons[sequence] = FinishReason.LENGTH

@@ -256,8 +256,9 @@ def decode_outputs(
     kernels: Any, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, width: int
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """What the kernel of decode steps computes and writes for random rows of a pool, most of them
-    with a prefix, and the same by products in fp64: (name, output, expected). So many rows that
-    none is divided, and so few that each is."""
+    with a prefix, and the same by products in fp64: (name, output, expected). The kernel divides
+    the tokens of a row among programs if the rows are few: 8 rows are compared, and so many that
+    none is divided."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -266,12 +267,12 @@ def decode_outputs(
     pool = KVCache(1, 900)
     pool.keys[0] = random(1, kv_heads, 900, width)
     pool.values[0] = random(1, kv_heads, 900, width)
-    token_offsets = torch.tensor(
+    token_offsets = torch.tensor(  # of 8 rows, as `PooledMetadata` names them
         [
-            [0, 200, 17, 99, 5, 1, 30, 4],
-            [7, 300, 650, 502, 10, 16, 840, 700],
-            [0, 0, 20, 100, 20, 20, 100, 20],
-            [0, 0, 250, 2, 250, 3, 40, 9],
+            [0, 200, 17, 99, 5, 1, 30, 4],  # offsets
+            [7, 300, 650, 502, 10, 16, 840, 700],  # starts
+            [0, 0, 20, 100, 20, 20, 100, 20],  # prefix_starts
+            [0, 0, 250, 2, 250, 3, 40, 9],  # prefix_lengths
         ],
         device=device,
     )

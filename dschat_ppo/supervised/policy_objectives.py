@@ -117,15 +117,16 @@ def with_references(
     """Add the column of the two log-probs of each row under the current model, without dropout:
     what `score` computes, (B, 2). Rows that are not used have NaN. Collective."""
 
-    def with_logprobs(split: Any, order: Sequence[int] | None) -> Dataset:
-        if order is None:
-            order = range(len(split))
+    def with_logprobs(split: Any, used_rows: Sequence[int] | None) -> Dataset:
+        """`used_rows`: row indices; None: all."""
+        if used_rows is None:
+            used_rows = range(len(split))
         logprobs = np.full((len(split), 2), np.nan)
-        if len(order):
+        if len(used_rows):
             scores = score_rows(
-                model, split, partial(score, model), batch_size, "reference log-probs", order
+                model, split, partial(score, model), batch_size, "reference log-probs", used_rows
             )
-            logprobs[np.asarray(order)] = scores.double().cpu().numpy()
+            logprobs[np.asarray(used_rows)] = scores.double().cpu().numpy()
         with main_rank_of_node_first():
             return split.add_column(REF_LOGPROBS, list(logprobs))
 

@@ -99,7 +99,7 @@ def begin_supervised_run(config: FitConfig, name: str, title: str) -> Supervised
     logger().info(title)
     folder = model_folder(fit.model_name_or_path, MODEL)
     tokenizer = with_template_flags(load_tokenizer(folder, MODEL), config.data)
-    _check_model(config, folder, tokenizer)
+    _check_model_of_step(config, folder, tokenizer)
     further_folders = {}
     for model in config.further_models:
         further_folders[model.role] = model_folder(model.name, model.flag)
@@ -149,7 +149,9 @@ def begin_supervised_run(config: FitConfig, name: str, title: str) -> Supervised
     )
 
 
-def _check_model(config: FitConfig, folder: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_model_of_step(
+    config: FitConfig, folder: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Check that the model in `folder` can be trained by the flags: its kind, vocabulary and
     longest row, and what features need."""
     fit = config.fit
