@@ -21,7 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from dschat_ppo.common.loopback import reason_to_refuse
+from dschat_ppo.common.http_server import reason_to_refuse
 from dschat_ppo.common.paths import LOCK, METRICS, RESULT
 from dschat_ppo.errors import UserError
 from dschat_ppo.html_report.page import check_count, last_written, page

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dschat_ppo.common.exit_codes import DONE
+from dschat_ppo.common.http_server import listen
 from dschat_ppo.common.logging import print_line
-from dschat_ppo.common.loopback import listen
 from dschat_ppo.common.paths import REPORT
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.html_report.page import write_report

@@ -24,23 +24,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dschat_ppo.common.extras import require_extra
+from dschat_ppo.common.http_server import LOCAL_NAMES, listen, reason_to_refuse, server_of
 from dschat_ppo.common.logging import print_line
-from dschat_ppo.common.loopback import LOCAL_NAMES, listen, reason_to_refuse
 from dschat_ppo.errors import UserError
 from dschat_ppo.features import hooks
 from dschat_ppo.tools import exit_code_of
-
-
-def server_of(app: Any) -> Any:
-    """uvicorn for an ASGI application: no log of requests, and always the same implementation of
-    HTTP."""
-    import uvicorn
-
-    return uvicorn.Server(
-        uvicorn.Config(
-            app, log_level="warning", access_log=False, loop="asyncio", http="h11", ws="none"
-        )
-    )
 
 
 def reward_app(score: Callable[[Sequence[str]], list[float]], host: str = "127.0.0.1") -> Any:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 from report_runs import ppo_lines, write_run
 
-from dschat_ppo.common.loopback import listen
+from dschat_ppo.common.http_server import listen
 from dschat_ppo.errors import UserError
 from dschat_ppo.html_report.live_page import STOPPED, LiveReport, ReportServer
 

@@ -20,10 +20,11 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from dschat_ppo.common.http_server import listen, server_of
 from dschat_ppo.rewards.remote_reward import RemoteReward
 from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.tools import serve_reward
-from dschat_ppo.tools.serve_reward import listen, reward_app, server_of, text_scorer
+from dschat_ppo.tools.serve_reward import reward_app, text_scorer
 
 
 @contextmanager

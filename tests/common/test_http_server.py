@@ -2,7 +2,7 @@
 
 import pytest
 
-from dschat_ppo.common.loopback import reason_to_refuse
+from dschat_ppo.common.http_server import reason_to_refuse
 
 
 @pytest.mark.parametrize(

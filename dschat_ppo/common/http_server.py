@@ -1,8 +1,9 @@
-"""Servers of this machine: their socket, and which requests they refuse."""
+"""Servers of this machine: their socket, which requests they refuse, and uvicorn as they run it."""
 
 from __future__ import annotations
 
 import socket
+from typing import Any
 from urllib.parse import urlsplit
 
 from dschat_ppo.errors import UserError
@@ -44,3 +45,15 @@ def _name_in(url: str) -> str | None:
         return urlsplit(url).hostname
     except ValueError:
         return None
+
+
+def server_of(app: Any) -> Any:
+    """uvicorn for an ASGI application: no log of requests, and always the same implementation of
+    HTTP."""
+    import uvicorn
+
+    return uvicorn.Server(
+        uvicorn.Config(
+            app, log_level="warning", access_log=False, loop="asyncio", http="h11", ws="none"
+        )
+    )
