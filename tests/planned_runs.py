@@ -14,6 +14,15 @@ LLAMA_8B = LlamaConfig(
     num_key_value_heads=8,
     max_position_embeddings=8192,
 )
+LLAMA_1B = LlamaConfig(
+    vocab_size=32000,
+    hidden_size=2048,
+    intermediate_size=5504,
+    num_hidden_layers=16,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    max_position_embeddings=2048,
+)
 SMALL = LlamaConfig(
     vocab_size=1000,
     hidden_size=64,

@@ -3,7 +3,7 @@ at the start of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,6 +46,8 @@ HOST_PROCESS = int(0.75 * GIB)
 # holds beyond tensors.
 GPU_CONTEXT = 1 * GIB
 FRAGMENTATION = 0.06
+# Of a micro-batch on a GPU: with more tokens, products are hardly faster (assumed).
+AMPLE_TOKENS = 16384
 # role of a model that trains -> the beginning of its flags
 FLAG_PREFIXES = {"model": "", "actor": "actor_", "critic": "critic_"}
 
@@ -167,6 +169,33 @@ def plan_step(
     return Plan(phases, roles, rows, ranks, per_node, device_memory, host_memory)
 
 
+def larger_micro_batch(
+    config: StepConfig, ranks: int, plan_of: Callable[[StepConfig], Plan]
+) -> int | None:
+    """Tokens of the largest micro-batch of step 3 that fits on a GPU by `plan_of`: the run's,
+    doubled until it holds all responses of a rank or `AMPLE_TOKENS`. None if that of the run cannot
+    be doubled."""
+    if not isinstance(config, PPOConfig):
+        return None
+    batches = plan_ppo(config.ppo, MANY_PROMPTS, ranks, 0, config.ranks_of_row, max_steps=1)
+    longest = config.ppo.max_prompt_seq_len + config.ppo.max_answer_seq_len
+    most_tokens = min(batches.rows_per_rank * longest, AMPLE_TOKENS)
+    tokens = batches.micro_batch_tokens
+    larger = None
+    while 2 * tokens <= most_tokens:
+        tokens = 2 * tokens
+        ppo_flags = replace(config.ppo, micro_batch_tokens=tokens)
+        if plan_of(replace(config, ppo=ppo_flags)).missing:
+            break
+        larger = tokens
+    return larger
+
+
+def larger_text(tokens: int) -> str:
+    """What `larger_micro_batch` has found, for a person."""
+    return f"larger micro-batches fit, for fewer passes: --micro_batch_tokens {tokens}"
+
+
 def saved_itemsize(config: StepConfig, model: PretrainedConfig) -> int:
     """Bytes of a number of a saved model; 0 if its start does not say its format."""
     save_dtype = config.run.save_dtype
@@ -285,15 +314,23 @@ def show_memory_plan(config: StepConfig) -> None:
     device = 0
     if dist.on_gpu():
         device = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    ranks = dist.world_size()
+
+    def plan_of(config: StepConfig) -> Plan:
+        return plan_step(config, models, ranks, device, host_memory(), dist.local_world_size())
+
+    larger = None
     with attempt() as tried:  # the flags are not checked against the models and the ranks yet
-        plan = plan_step(
-            config, models, dist.world_size(), device, host_memory(), dist.local_world_size()
-        )
+        plan = plan_of(config)
+        if device and not plan.missing:
+            larger = larger_micro_batch(config, ranks, plan_of)
     if tried.problem is not None:
         logger().warning(f"no memory plan: {in_one_line(tried.problem)}")
         return
     where = f"phase '{plan.peaks[0].phase}'; python -m dschat_ppo.tools.plan shows the parts"
     logger().info(f"expected peak: {plan.peak_text()} ({where})")
+    if larger is not None:
+        logger().info(f"note: {larger_text(larger)}")
     shortages = plan.shortages()
     if shortages:
         logger().warning(f"may run out of memory: {'; '.join(shortages)}")

@@ -133,7 +133,7 @@ def _plan_command(args: argparse.Namespace, step_words: list[str]) -> None:
     from dschat_ppo.models.model_folders import settings_only
     from dschat_ppo.planner.model_parts import read_model_configs
     from dschat_ppo.planner.number_format import dtype_for_plan
-    from dschat_ppo.planner.plan_step import plan_step
+    from dschat_ppo.planner.plan_step import larger_micro_batch, larger_text, plan_step
 
     quiet_hugging_face()
     with settings_only():
@@ -165,12 +165,18 @@ def _plan_command(args: argparse.Namespace, step_words: list[str]) -> None:
 
     plan = plan_with([])
     proposal = None
+    larger = None
     if plan.missing:
         proposal = flags_that_fit(config, plan_with)
+    elif args.device_memory:
+        larger = larger_micro_batch(config, args.devices, plan_of)
     if args.json:
         print(json.dumps(json_of(plan, proposal), indent=2))
-    else:
-        _print_plan(args.step, config, plan, proposal)
+        return
+    _print_plan(args.step, config, plan, proposal)
+    if larger is not None:
+        text = larger_text(larger)
+        print(f"{text[0].upper()}{text[1:]}")
 
 
 def _print_plan(step: str, config: StepConfig, plan: Plan, proposal: Proposal | None) -> None:

@@ -9,6 +9,7 @@ import torch
 from planned_runs import (
     CHECKPOINTING,
     HOST,
+    LLAMA_1B,
     LLAMA_8B,
     SMALL,
     STAGE_3,
@@ -21,7 +22,13 @@ from transformers import LlamaConfig
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.planner import plan_step as plan_module
-from dschat_ppo.planner.plan_step import GIB, HOST_PROCESS, plan_step, show_memory_plan
+from dschat_ppo.planner.plan_step import (
+    GIB,
+    HOST_PROCESS,
+    larger_micro_batch,
+    plan_step,
+    show_memory_plan,
+)
 from dschat_ppo.planner.role_memory import PARTS
 from dschat_ppo.tools.plan import flags_that_fit, memory_table
 
@@ -287,6 +294,41 @@ def test_one_line_says_what_a_run_needs_of_a_host_or_of_a_gpu(saved_config, caps
     show_memory_plan(saved_config)
     [line] = capsys.readouterr().out.splitlines()
     assert "of 79.0 GiB per device, 0." in line
+    monkeypatch.setattr(plan_module, "larger_micro_batch", lambda *arguments: 4096)
+    show_memory_plan(saved_config)
+    [_, note] = capsys.readouterr().out.splitlines()
+    assert note == "note: larger micro-batches fit, for fewer passes: --micro_batch_tokens 4096"
+
+
+# 32 prompts of 256 tokens with responses of 256: at most 32 x 512 tokens in a micro-batch
+BATCHES = "--per_device_generation_batch_size 32 --gradient_accumulation_steps 8"
+
+
+@pytest.mark.parametrize(
+    ("words", "rows", "gib", "expected"),
+    [
+        (BATCHES, 4, 80, 16384),
+        (BATCHES, 4, 48, 8192),
+        (BATCHES, 4, 44, 4096),
+        (BATCHES, 4, 40, None),
+        ("--per_device_generation_batch_size 8", 4, 80, 4096),  # of 8 rows
+        ("--per_device_generation_batch_size 4", 4, 80, None),
+        (f"{BATCHES} --micro_batch_tokens 16000", 4, 80, None),
+    ],
+)
+def test_a_larger_micro_batch_that_fits(words, rows, gib, expected):
+    words = f"{words} --per_device_training_batch_size {rows}"
+    config = ppo(words)
+
+    def plan_of(config):
+        roles = ("actor", "critic", "reward", "reference")
+        return plan_step(config, dict.fromkeys(roles, LLAMA_1B), 1, gib * GIB, HOST)
+
+    assert larger_micro_batch(config, 1, plan_of) == expected
+    if gib < 80:
+        run_tokens = expected or 2048
+        assert not plan_of(ppo(f"{words} --micro_batch_tokens {run_tokens}")).missing
+        assert plan_of(ppo(f"{words} --micro_batch_tokens {2 * run_tokens}")).missing
 
 
 @pytest.mark.parametrize(
