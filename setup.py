@@ -81,6 +81,7 @@ setup(
         "serve": ["fastapi>=0.162.5,<1", "uvicorn>=0.54.0,<1"],
         "lora": ["peft>=0.20.0,<1"],
         "qlora": ["peft>=0.20.0,<1", "bitsandbytes>=0.46.1"],
+        "images": ["pillow", "num2words"],
         "math": ["math-verify"],
         "plot": ["matplotlib"],
         "notebook": ["ipykernel", "jupyterlab", "matplotlib", "nbclient"],
@@ -101,6 +102,8 @@ setup(
             "types-PyYAML",
             "hypothesis",
             "math-verify",
+            "pillow",
+            "num2words",
             "peft>=0.20.0,<1",
             # the tests build the documents
             "mkdocs>=1.6,<2",

@@ -12,10 +12,11 @@ from tiny_tokenizers import tokenizer_of
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.config.data_flags import DataFlags, StepData
 from dschat_ppo.data.examples import SPLIT_SEED
+from dschat_ppo.data.fitting import Fitted
 from dschat_ppo.data.form_choice import detect_form
 from dschat_ppo.data.forms import check_flags_used
 from dschat_ppo.data.templates import NAMED, named_template
-from dschat_ppo.data.tokenise import Fitted, TokeniseSettings, features_of, tokenise_batch
+from dschat_ppo.data.tokenise import TokeniseSettings, features_of, tokenise_batch
 from dschat_ppo.errors import UserError
 
 INST = (  # without generation marks, and with a space before answers

@@ -11,7 +11,9 @@ EXTRAS = {  # module -> (package, the extra that installs it)
     "bitsandbytes": ("bitsandbytes", "qlora"),
     "fastapi": ("fastapi", "serve"),
     "math_verify": ("math-verify", "math"),
+    "num2words": ("num2words", "images"),
     "peft": ("peft", "lora"),
+    "PIL": ("pillow", "images"),
     "sentencepiece": ("sentencepiece", "sentencepiece"),
     # required by setup.py, and checked as the other trackers are
     "tensorboard": ("tensorboard", ""),

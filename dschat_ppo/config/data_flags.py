@@ -360,6 +360,7 @@ class StepData:
     # keep the answer of the row with the prompt, for the use "prompt"; see `form_use`
     keeps_answers: bool = False
     lazy: LazyTraining | None = None  # None: all training rows are made before the run trains
+    content: Any = None  # a `FurtherContent` of `data`, of a feature: what is read besides text
     # use only the first rows of each data set, as if there were no others
     most_rows: int | None = None
     # if given, all rows of `flags.data_path`, which this flag names, are for evaluation

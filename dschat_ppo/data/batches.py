@@ -7,7 +7,7 @@ masks and lengths exclude the padding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -116,6 +116,8 @@ class SFTBatch:
     lengths: Tensor | None = None  # (B,) int64
     # (B,) int64, the number of each row's data set, in all batches
     data_sources: Tensor | None = None
+    # `GivenEmbeddings` of `models`, on the device; None: the model embeds all ids
+    given: Any = None
 
 
 def rows_at(rows: Dataset, indices: Sequence[int]) -> tuple[list[dict[str, Any]], Tensor]:
@@ -167,18 +169,26 @@ def answered(
 
 
 def collate_sft(
-    rows: Dataset, indices: Sequence[int], pad_id: int, train_on_prompt: bool
+    rows: Dataset,
+    indices: Sequence[int],
+    pad_id: int,
+    train_on_prompt: bool,
+    given_for: Callable[[Sequence[dict[str, Any]], Tensor], Any] | None = None,
 ) -> SFTBatch:
     """Each prompt and its answer as one row. The loss covers the answer including its final token,
     and the tokens of the prompt that the column `prompt_spans` names ([start, end) pairs), if there
-    is one; with `train_on_prompt` it covers everything but the first token of the row."""
+    is one; with `train_on_prompt` it covers everything but the first token of the row. `given_for`:
+    (records, ids) -> what stands in place of the embeddings of some ids."""
     records, real = rows_at(rows, indices)
     answers = [record["answers"][0] for record in records]
     ids, lengths, mask = answered(records, answers, real, pad_id, train_on_prompt)
     for row_mask, record, is_real in zip(mask, records, real, strict=True):
         for start, end in record.get("prompt_spans") or ():
             row_mask[max(start, 1) : end] = is_real  # nothing predicts the first token
-    return SFTBatch(ids, mask, lengths, column(records, "source"))
+    given = None
+    if given_for is not None:
+        given = given_for(records, ids)
+    return SFTBatch(ids, mask, lengths, column(records, "source"), given)
 
 
 def collate_prompts(

@@ -49,6 +49,8 @@ class EncodedExample:
     prompt_spans: list[Span]
     remarks: tuple[str, ...] = ()  # what the owner of the data should know
     untrained_spans: list[list[Span]] = field(default_factory=list)
+    # ranges of `prompt` of which the length limit leaves all or nothing
+    fixed_spans: list[Span] = field(default_factory=list)
 
 
 def encode_prompt(

@@ -42,7 +42,7 @@ from dschat_ppo.data.sources import (
     parse_unweighted,
 )
 from dschat_ppo.data.token_tables import TokenTable, tokenised
-from dschat_ppo.data.tokenise import DOING, TokeniseSettings
+from dschat_ppo.data.tokenise import DOING, TokeniseSettings, rows_for_form
 from dschat_ppo.errors import UserError
 
 EVAL_FLAG = "--eval_data_path"
@@ -192,9 +192,14 @@ def settings_by_first_rows(
     if _only_evaluates(source, step):  # what only training reads is not asked of its rows
         columns_of_eval = step.eval_prompt_columns
         step = replace(step, prompt_columns=columns_of_eval, keeps_answers=False)
+    form_columns = columns
+    if step.content is not None:
+        step = replace(step, content=step.content.of_source(source.location))
+        form_columns = step.content.columns_left(columns)
+        first = rows_for_form(first, step)
     has_template = tokenizer.chat_template is not None
     use = step.form_use
-    form = detect_form(source.location, columns, first, has_template, step.flags, is_only, use)
+    form = detect_form(source.location, form_columns, first, has_template, step.flags, is_only, use)
     logger().info(f"data: {source.spec}: {form.description}")
     if form.warning:
         logger().warning(f"data: {source.spec}: {form.warning}")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from dschat_ppo.data.content_marks import stands_in
 from dschat_ppo.data.examples import VARIABLES_COLUMN, Example, Message, Messages
 from dschat_ppo.data.messages import (
     CONTEXT,
@@ -186,7 +187,7 @@ def check_prompt(
     for message in messages:
         words = (message.get("content") or "").strip()
         is_needed = message["role"] in ("system", "user", *SAID_BY_TOOLS)
-        if is_needed and words not in text and _quoted(words) not in text:
+        if is_needed and not stands_in(words, text) and _quoted(words) not in text:
             _refuse_left_out(f"the {message['role']} message {words[:60]!r}")
     if tools or any("tool_calls" in message for message in messages):
         _check_tools(tokenizer, messages, tools, variables, open_answer=True)

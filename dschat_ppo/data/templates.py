@@ -26,6 +26,7 @@ from transformers import AddedToken, PreTrainedTokenizerBase
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.data.content_marks import has_marks, in_parts
 from dschat_ppo.data.examples import Message, Messages
 from dschat_ppo.data.messages import (
     THOUGHTS,
@@ -420,6 +421,7 @@ def render(
         "tokenize": False,
         "add_generation_prompt": open_answer,
     }
+    messages = _with_parts(tokenizer, messages)
     has_calls = any("tool_calls" in message for message in messages)
     with suppress(UserError):
         text = _apply_template(tokenizer, messages, settings)
@@ -431,6 +433,35 @@ def render(
         if isinstance(function.get("arguments"), dict):
             function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
     return _apply_template(tokenizer, messages_with_json, settings)
+
+
+def _with_parts(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Messages:
+    """Messages with lists of parts in place of texts that have marks, or of all texts if the
+    template takes nothing else."""
+    takes_parts = takes_parts_alone(tokenizer, str(tokenizer.chat_template))
+    changed = Messages()
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str) and (takes_parts or has_marks(content)):
+            message = {**message, "content": in_parts(content)}
+        changed.append(message)
+    return changed
+
+
+@lru_cache(maxsize=16)
+def takes_parts_alone(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Whether a template renders nothing of a text, but a list of parts, as that of SmolVLM."""
+    if "content" not in template or "'text'" not in template.replace('"', "'"):
+        return False
+    settings = {"tools": None, "tokenize": False, "add_generation_prompt": False}
+    message: Message = {"role": "user", "content": _EXAMPLE}
+    message_of_parts: Message = {"role": "user", "content": in_parts(_EXAMPLE)}
+    with suppress(UserError):
+        if _EXAMPLE in _apply_template(tokenizer, [message], settings):
+            return False
+    with suppress(UserError):
+        return _EXAMPLE in _apply_template(tokenizer, [message_of_parts], settings)
+    return False
 
 
 def _apply_template(

@@ -22,12 +22,12 @@ from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.stop_requests import raise_if_stop_requested
 from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.data.cache import cached, token_key
+from dschat_ppo.data.fitting import Fitted
 from dschat_ppo.data.rows import ORIGIN, ROW, RawRows
 from dschat_ppo.data.sources import DataSource
 from dschat_ppo.data.tokenise import (
     DOING,
     NOTES,
-    Fitted,
     TokeniseSettings,
     features_of,
     refuse_bad,

@@ -8,7 +8,6 @@ import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from typing import Any
 
 from datasets import Features, List, Value
@@ -25,10 +24,10 @@ from dschat_ppo.data.examples import (
     VARIABLES,
     Example,
 )
+from dschat_ppo.data.fitting import Fitted, fit
 from dschat_ppo.data.forms import Form
 from dschat_ppo.data.rendered import check_variables
 from dschat_ppo.data.shards import Raw
-from dschat_ppo.data.templates import Span, added_tokens
 from dschat_ppo.data.uses import further_uses
 from dschat_ppo.errors import UserError
 
@@ -37,22 +36,6 @@ DOING = "prepared the data"
 MOST_BAD = {"few": 0.01, "skip": 1.0, "error": 0.0}
 _QUOTED = 200  # characters of a bad row in its message
 _IDS = List(Value("int32"))
-
-
-class Fitted(IntEnum):
-    """What the length limit did to a row; stored in one byte per row."""
-
-    KEPT_WHOLE = 0
-    PROMPT_CUT = 1
-    ANSWER_CUT = 2
-    DROPPED = 3
-    UNUSABLE = 4  # a bad row, which has no tokens
-    BLOCKS = 5  # of a plain text over the limit
-
-    @property
-    def words(self) -> str:
-        """For the log."""
-        return self.name.lower().replace("_", " ")
 
 
 NOTES = {  # further columns, for `prepare`
@@ -79,6 +62,8 @@ def features_of(step: StepData) -> Features:
         columns["label"] = Value("float32")
     if step.use in further_uses():
         columns |= further_uses()[step.use].columns
+    if step.content is not None:
+        columns |= step.content.columns
     if step.use == "prompt":
         columns["row"] = Value("string")
         columns |= {column.name: _IDS for column in step.prompt_columns}
@@ -126,6 +111,8 @@ class TokeniseSettings:
             identity += [columns, step.keeps_answers]
         if step.tools:
             identity.append(list(step.tools))
+        if step.content is not None:
+            identity.append(step.content.identity)
         return identity
 
 
@@ -180,9 +167,13 @@ def _token_rows(raw: Raw, origin: str, settings: TokeniseSettings) -> list[dict[
     suffix = ""
     problem = ""
     try:
-        for example in settings.form.read(row, step.form_use):
+        form_row = row
+        items = list[Any]()
+        if step.content is not None:
+            form_row, items = step.content.taken_out(row)
+        for example in settings.form.read(form_row, step.form_use):
             suffix = example.suffix
-            token_rows += _rows_of_example(row, example, settings)
+            token_rows += _rows_of_example(row, example, settings, items)
     except UserError as error:  # a ranked list with a bad answer gives no pair at all
         problem = f"{origin}{suffix}: {error}; the row: {_quoted_row(row)}"
     is_too_long = any(token_row["fitted"] == Fitted.DROPPED for token_row in token_rows)
@@ -216,12 +207,28 @@ def _quoted_row(row: dict[str, Any]) -> str:
     return f"{text[:_QUOTED]}..."
 
 
+def rows_for_form(rows: Sequence[dict[str, Any]], step: StepData) -> list[dict[str, Any]]:
+    """Rows as their form sees them: with marks in place of further content. Bad rows are left out,
+    unless all are: then `UserError` says what is wrong with the first."""
+    form_rows = list[dict[str, Any]]()
+    problem: UserError | None = None
+    for row in rows:
+        try:
+            form_rows.append(step.content.taken_out(row)[0])
+        except UserError as error:
+            problem = problem or error
+    if problem is not None and not form_rows:
+        raise problem
+    return form_rows
+
+
 def _rows_of_example(
-    row: dict[str, Any], example: Example, settings: TokeniseSettings
+    row: dict[str, Any], example: Example, settings: TokeniseSettings, items: list[Any]
 ) -> list[dict[str, Any]]:
     """The token rows of one example of the raw row `row`: one, or the blocks of a long plain text.
-    `tokens` of a row counts them before the limit cut it; of a block, its own. `UserError` for an
-    empty prompt or answer, and for what the use does not find in it."""
+    `items` are its further content. `tokens` of a row counts them before the limit cut it; of a
+    block, its own. `UserError` for an empty prompt or answer, and for what the use does not find in
+    it."""
     step = settings.step
     tokenizer = settings.tokenizer
     further_use = further_uses().get(step.use)
@@ -231,7 +238,13 @@ def _rows_of_example(
         example = _with_tools(example, step.tools)
     if example.variables:
         check_variables(tokenizer, example)
+    hashed_items = list[str]()
+    if step.content is not None:
+        example, items = step.content.placed(example, items)
+        hashed_items = step.content.hashed(items)
     ids = encode_example(tokenizer, example, step.all_turns)
+    if step.content is not None:
+        ids = step.content.expanded(ids, items)
     if any(len(answer) <= 1 for answer in ids.answers):
         raise UserError("the answer is empty: it has only the final token")
     if not ids.prompt and example.prompt != "":
@@ -249,6 +262,9 @@ def _rows_of_example(
         measured = fitted if outcome == Fitted.BLOCKS else ids
         longest = max((len(answer) for answer in measured.answers), default=0)
         besides_tokens = [str(value) for value in (example.margin, *_hashed(columns), *row_answers)]
+        besides_tokens += hashed_items
+        if step.content is not None:
+            columns |= step.content.values(fitted, items)
         token_rows.append(
             {
                 "problem": None,
@@ -306,114 +322,6 @@ def _columns_of_use(
         for column in step.prompt_columns:
             columns[column.name] = column.ids_of(row, example, settings)
     return columns
-
-
-def fit(
-    ids: EncodedExample,
-    example: Example,
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int,
-    policy: str,
-) -> list[tuple[EncodedExample, Fitted]]:
-    """Rows of at most `limit` tokens in prompt and longest answer, and what `--truncation` did to
-    them. A plain text over the limit is divided into blocks; of anything else it is one row."""
-    may_cut = policy not in ("drop", "error")
-    if example.prompt == "":
-        text = [*ids.prompt, *ids.answers[0]]
-        if len(text) > limit and may_cut:
-            return [(block, Fitted.BLOCKS) for block in _blocks_of_text(ids, text, limit)]
-        if not ids.prompt:  # nothing before its first token predicts it
-            ids = replace(ids, prompt=text[:1], answers=[text[1:]])
-    longest = max((len(answer) for answer in ids.answers), default=0)
-    if len(ids.prompt) + longest <= limit:
-        return [(ids, Fitted.KEPT_WHOLE)]
-    if not may_cut:
-        return [(ids, Fitted.DROPPED)]
-    return [_cut(ids, example, tokenizer, limit, policy)]
-
-
-def _blocks_of_text(ids: EncodedExample, text: list[int], limit: int) -> list[EncodedExample]:
-    """The blocks of a plain text: the first token of each is the last one of the block before it,
-    so each token is predicted once."""
-    blocks = list[EncodedExample]()
-    for offset in range(0, len(text) - 1, limit - 1):
-        prompt = text[offset : offset + 1]
-        answer = text[offset + 1 : offset + limit]
-        blocks.append(replace(ids, prompt=prompt, answers=[answer]))
-    return blocks
-
-
-def _cut(
-    ids: EncodedExample,
-    example: Example,
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int,
-    policy: str,
-) -> tuple[EncodedExample, Fitted]:
-    """An example over the limit, cut. The prompt is cut, but for its `fixed_ends` if the limit
-    allows it. An eighth of the limit is for the prompt, and half of it where an answer alone is
-    over the limit: answers that leave it less are cut at their end. Of `prompt_spans`, those stay
-    of which no token was cut."""
-    longest = max((len(answer) for answer in ids.answers), default=0)
-    prompt_length = len(ids.prompt)
-    least_room = limit // 8
-    if longest > limit:
-        least_room = limit // 2
-    prompt_room = min(prompt_length, max(1, least_room, limit - longest))
-    is_chat = not isinstance(example.prompt, str)
-    fixed_start, fixed_end = fixed_ends(tokenizer, ids.prompt, is_chat)
-    most_at_end = prompt_room - 1
-    if policy == "left":
-        most_at_end = prompt_room
-    fixed_end = min(fixed_end, most_at_end)
-    fixed_start = min(fixed_start, prompt_room - max(1, fixed_end))
-    free = prompt_room - fixed_start - fixed_end
-    free_before_cut = {"left": 0, "right": free, "middle": max(0, prompt_room // 2 - fixed_start)}
-    # tokens before the cut, and the first one after it
-    head = min(fixed_start + free_before_cut[policy], prompt_room - fixed_end)
-    tail = prompt_length - (prompt_room - head)
-    answer_room = max(1, limit - prompt_room)
-
-    prompt = ids.prompt[:head] + ids.prompt[tail:]
-    answers = [answer[:answer_room] for answer in ids.answers]
-    spans = list[tuple[int, int]]()
-    for start, end in ids.prompt_spans:
-        if end <= head:
-            spans.append((start, end))
-        elif start >= tail:
-            spans.append((start - tail + head, end - tail + head))
-    untrained_spans = [_spans_before(answer_room, of_answer) for of_answer in ids.untrained_spans]
-    outcome = Fitted.PROMPT_CUT
-    if longest > answer_room:
-        outcome = Fitted.ANSWER_CUT
-    return EncodedExample(prompt, answers, spans, untrained_spans=untrained_spans), outcome
-
-
-def _spans_before(end: int, spans: Sequence[Span]) -> list[Span]:
-    """What is left of half-open ranges before `end`."""
-    return [(start, min(stop, end)) for start, stop in spans if start < end]
-
-
-def fixed_ends(
-    tokenizer: PreTrainedTokenizerBase, prompt: list[int], is_chat: bool
-) -> tuple[int, int]:
-    """How many first and last tokens of a prompt a cut keeps: the first one if it is BOS. Of a chat
-    prompt also the end of the template: the last special tokens, at most two tokens apart, as
-    `<|im_end|>\\n<|im_start|>assistant\\n`."""
-    start_length = 0
-    if prompt and prompt[0] == tokenizer.bos_token_id:
-        start_length = 1
-    if not is_chat:
-        return start_length, 0
-    begin_of_end = len(prompt)
-    special = added_tokens(tokenizer, len(tokenizer))
-    for position in reversed(range(len(prompt))):
-        if prompt[position] not in special:
-            continue
-        if position < begin_of_end - 3 and begin_of_end < len(prompt):
-            break
-        begin_of_end = position
-    return start_length, len(prompt) - begin_of_end
 
 
 def row_text(row: dict[str, Any], example: Example, settings: TokeniseSettings) -> str:

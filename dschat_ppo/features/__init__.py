@@ -21,6 +21,7 @@ FEATURES = (
     "environments",
     "exact_rollout",
     "explain",
+    "images",
     "judges",
     "lora",
     "muon",

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.errors import UserError, reading
+from dschat_ppo.features import hooks
 from dschat_ppo.models.model_folders import SCORE
 
 LM_HEADS = ("lm_head.", "embed_out.")  # of language models; classifiers do not have them
@@ -125,6 +126,10 @@ def check_architecture(config: PretrainedConfig, folder: str, needs_lm: bool) ->
     lm_classes: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING  # class of a configuration -> model
     is_lm = type(config) in lm_classes
     if not is_lm and (needs_lm or config.model_type not in CLASSIFIERS_ONLY):
+        for reason_unusable in hooks("lm_kinds.reason_unusable"):
+            reason = reason_unusable(config)
+            if reason is not None:
+                raise UserError(f"{folder}: {reason}")
         raise UserError(
             f"{folder}: transformers has no causal language model for {name}; take a decoder-only"
             " model"

@@ -3,6 +3,7 @@ of an image."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,22 @@ class GivenEmbeddings(Protocol):
         Args:
             slots: (b, n) int64, where the tokens are in the rows, flattened to (B x T).
         """
+        ...
+
+
+class GivenSource(Protocol):
+    """Where what is given comes from."""
+
+    def for_rows(
+        self, records: Sequence[dict[str, Any]], input_ids: Tensor
+    ) -> GivenEmbeddings | None:
+        """What is given for token rows `records`, whose ids are `input_ids` (B, T), on the device
+        of the model; None: nothing."""
+        ...
+
+    def for_probe(self, input_ids: Tensor) -> tuple[Tensor, GivenEmbeddings]:
+        """Ids (B, T) with some tokens replaced, and noise that is given for these, equal in all
+        rows: with them `select_kernels` compares ways of running rows."""
         ...
 
 

@@ -5,6 +5,7 @@ model's own, on every rank."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,9 +26,9 @@ from dschat_ppo.models.architectures import (
     backbone_of,
     classifier_class,
     config_for,
-    lm_without_weights,
 )
 from dschat_ppo.models.backbone import hidden_window, of_any_rank, unfit, unwrap
+from dschat_ppo.models.lm_kinds import LMKind, built_without_weights
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.packing import reason_not_to_pack, recorded_attention
 from dschat_ppo.models.state_layers import can_go_on, state_layers
@@ -35,7 +36,9 @@ from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.types import Model
 
 
-def check_attention(config: StepConfig, flag: str, folder: str, scalar: bool) -> None:
+def check_attention(
+    config: StepConfig, flag: str, folder: str, scalar: bool, kinds: Sequence[LMKind] = ()
+) -> None:
     """Check, without loading weights, that a model suits the attention that is asked for and, where
     ranks share rows, that they can divide its rows.
 
@@ -44,6 +47,7 @@ def check_attention(config: StepConfig, flag: str, folder: str, scalar: bool) ->
         flag: the option that names the model, for messages.
         folder: the model's folder, which passed the other checks.
         scalar: build a classifier, for a reward model or a critic, instead of a language model.
+        kinds: of language models that the run takes, beside causal ones.
 
     Raises:
         UserError: the model does not suit the flags.
@@ -58,7 +62,7 @@ def check_attention(config: StepConfig, flag: str, folder: str, scalar: bool) ->
                 model_class: Any = classifier_class(model_config)
                 backbone = model_class(config_for(model_class, model_config)).base_model
             else:
-                backbone = backbone_of(lm_without_weights(model_config))
+                backbone = backbone_of(built_without_weights(model_config, kinds))
     name = type(backbone).__name__
     reason = reason_against(choice, backbone)
     if reason is not None:
@@ -334,6 +338,10 @@ def _outputs(engine: Model, ids: Tensor, first_column: int = 0) -> Tensor:
     ]
     slots = torch.arange(PROBE_TOKENS, device=ids.device)
     is_read = (slots < lengths.unsqueeze(1)) & (slots >= first_column)
-    if isinstance(unwrap(engine), ScalarModel):
+    module: Any = unwrap(engine)
+    if isinstance(module, ScalarModel):
         return engine(ids, lengths, read_mask=is_read)
-    return torch.stack(engine(ids, is_read))
+    if module.given_source is None:
+        return torch.stack(engine(ids, is_read))
+    ids, given = module.given_source.for_probe(ids)
+    return torch.stack(engine(ids, is_read, given=given))

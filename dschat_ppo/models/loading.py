@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -28,6 +27,7 @@ from dschat_ppo.common.logging import log_once, logger
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError, reading
+from dschat_ppo.features import hooks
 from dschat_ppo.models.adapters.adding import adapt, check_adapter, report_adapter, saves_head
 from dschat_ppo.models.adapters.layers import quantising_options, zero3_announced
 from dschat_ppo.models.adapters.settings import AdapterSettings, adapter_settings
@@ -41,6 +41,7 @@ from dschat_ppo.models.architectures import (
     first_position,
     lm_head_names,
 )
+from dschat_ppo.models.lm_kinds import CAUSAL, LMKind, kind_of_lm, leave_whole
 from dschat_ppo.models.model_folders import SCORE, base_folder, check_settings, without_code
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.vocabulary import grow_vocabulary
@@ -84,11 +85,13 @@ class ModelChanges:
         resize: add rows for tokens of the folder's tokenizer that have none (`grow_vocabulary`).
         adapter: add a LoRA adapter; if the folder is an adapter folder, continue that one. Without
             it an adapter folder is merged into the weights of its base.
+        kinds: of language models that the run takes, beside causal ones.
     """
 
     dropout: float | None = None
     resize: bool = False
     adapter: AdapterSettings | None = None
+    kinds: tuple[LMKind, ...] = ()
 
 
 AS_SAVED = ModelChanges()
@@ -106,7 +109,10 @@ def changes_to_train(
         quantises: whether frozen weights are quantised if the flags ask for it.
     """
     adapter = adapter_settings(config, prefix, quantises)
-    return ModelChanges(dropout, config.run.resize_vocabulary, adapter)
+    kinds = list[LMKind]()
+    for kinds_of in hooks("lm_kinds.kinds_of"):
+        kinds += kinds_of(config)
+    return ModelChanges(dropout, config.run.resize_vocabulary, adapter, tuple(kinds))
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,8 @@ class _Source:
     build: Callable[[], PreTrainedModel]  # makes the model without the weights of the folder
     # patterns that rename weights of the checkpoint
     key_mapping: dict[str, str] | None = None
+    # changes the model once its weights are loaded
+    finish: Callable[[PreTrainedModel], None] = leave_whole
 
 
 def require_length(folder: str, longest: int, flags: str) -> None:
@@ -173,7 +181,9 @@ def check_causal_lm(folder: str, changes: ModelChanges = AS_SAVED) -> None:
     weights. A model that is none, or has a score head, is refused too, and an adapter of the
     `changes` (see `load_causal_lm`) that cannot be added."""
     config = load_config(folder, "model")
-    check_architecture(config, folder, needs_lm=True)
+    kind = kind_of_lm(config, changes.kinds)
+    if kind is CAUSAL:
+        check_architecture(config, folder, needs_lm=True)
     base = base_folder(folder, "model")
     heads = checkpoint_shapes(base).keys() & {SCORE_WEIGHT, DEEPSPEED_CHAT_HEAD}
     if heads or (base != folder and saves_head(folder)):
@@ -182,8 +192,8 @@ def check_causal_lm(folder: str, changes: ModelChanges = AS_SAVED) -> None:
             f" ({min(heads, default=SCORE_WEIGHT)}), so it cannot generate text; give a causal"
             " language model, such as the SFT model"
         )
-    check_weights(AutoModelForCausalLM, base, config)
-    check_adapter(partial(AutoModelForCausalLM.from_config, config), folder, changes.adapter)
+    check_weights(kind.auto_class, base, config)
+    check_adapter(partial(kind.build, config), folder, changes.adapter)
 
 
 def load_causal_lm(
@@ -203,10 +213,11 @@ def load_causal_lm(
         changes: what it has otherwise than its folder.
         device: "meta" builds the model without its weights; None loads them.
     """
-    check_causal_lm(folder)
+    check_causal_lm(folder, ModelChanges(kinds=changes.kinds))
     config = _with_dropout(load_config(folder, "model"), changes.dropout)
-    build = partial(AutoModelForCausalLM.from_config, config)
-    source = _Source(folder, config, AutoModelForCausalLM, build)
+    kind = kind_of_lm(config, changes.kinds)
+    build = partial(kind.build, config)
+    source = _Source(folder, config, kind.auto_class, build, finish=kind.take_apart)
     return _load(source, dtype, ds_config, changes, device)
 
 
@@ -290,6 +301,7 @@ def _load(
             key_mapping=source.key_mapping,
             **options,
         )
+    source.finish(model)
     if changes.resize:
         rows = source.config.get_text_config().vocab_size
         tokens = len(load_tokenizer(folder, "model"))

@@ -25,6 +25,7 @@ from dschat_ppo.common.heartbeat import heartbeat, watchdog_paused
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import NonFiniteError, StorageError
+from dschat_ppo.features import hooks
 from dschat_ppo.models.adapters.folders import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, saved_name
 from dschat_ppo.models.adapters.layers import adapter_layers, is_adapter_parameter
 from dschat_ppo.models.adapters.merging import matrices_of, merged_weight
@@ -50,6 +51,11 @@ _NOT_TEXT = re.compile(r"(^|\.)(mtp|visual|vision)|^model\.layers\.\d+\.")
 TRAINED, UNTRAINED = "model-trained.safetensors", "model-untrained.safetensors"
 
 
+# (the model that trains, the folder that is written) -> weights of parts that do not train, under
+# their names in the whole model; writes files of these parts too
+SavedBeside = Callable[[PreTrainedModel, Path], Mapping[str, Tensor]]
+
+
 @dataclass(frozen=True)
 class SavedForm:
     """How a model is written.
@@ -61,12 +67,21 @@ class SavedForm:
         card: makes the text of `README.md` from whether an adapter is written and whether the
             tokenizer has a chat template; None: there is none.
         dtype: number format; None: that of the weights.
+        beside: what is written with a whole model.
     """
 
     ends: Sequence[int] = ()
     merge: bool = True
     card: Callable[[bool, bool], str] | None = None
     dtype: torch.dtype | None = None
+    beside: Sequence[SavedBeside] = ()
+
+
+def parts_beside(config: StepConfig) -> list[SavedBeside]:
+    """What features write with a whole model. A feature offers `saved_parts.beside_of(config)`, a
+    `SavedBeside` or None."""
+    parts = [beside_of(config) for beside_of in hooks("saved_parts.beside_of")]
+    return [beside for beside in parts if beside is not None]
 
 
 def saves_whole_model(config: StepConfig, prefix: str) -> bool:
@@ -255,7 +270,10 @@ def write_model(
             if as_adapter:
                 _write_adapter(model, state, unfinished)
             else:
-                _write_whole_model(model, merged_state(model, state), unfinished, is_lm)
+                whole_state = merged_state(model, state)
+                for beside in form.beside:
+                    whole_state |= beside(model, unfinished)
+                _write_whole_model(model, whole_state, unfinished, is_lm)
             save_tokenizer(tokenizer, unfinished)
             if form.card is not None:
                 text = form.card(as_adapter, tokenizer.chat_template is not None)

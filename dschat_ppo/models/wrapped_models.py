@@ -37,7 +37,7 @@ from dschat_ppo.models.backbone import (
     unwrap,
 )
 from dschat_ppo.models.fast_layers import use_fast_layers
-from dschat_ppo.models.given_embeddings import GivenEmbeddings
+from dschat_ppo.models.given_embeddings import GivenEmbeddings, GivenSource
 from dschat_ppo.models.head_kernels import head_kernels_for
 from dschat_ppo.models.packing import CHECKPOINTING, padded_rows, token_states
 from dschat_ppo.models.pass_observers import observer_arguments, show_pass
@@ -91,6 +91,8 @@ class PolicyModel(WrappedModel):
     def __init__(self, lm: PreTrainedModel, layout: Layout = Layout()):  # noqa: B008  it is immutable
         super().__init__()
         self.lm: Any = lm
+        # of what stands in place of the embeddings of some ids in rows of data; None: of none
+        self.given_source: GivenSource | None = None
         use_fast_layers(lm)
         is_linear = type(lm.get_output_embeddings()).forward is nn.Linear.forward
         self.layout = replace(layout, fused=layout.fused and is_linear)

@@ -39,7 +39,7 @@ def check_language_model(
     with naming(flag):
         check_causal_lm(folder, changes)
     require_length(folder, longest, limits)
-    check_attention(config, flag, folder, scalar=False)
+    check_attention(config, flag, folder, scalar=False, kinds=changes.kinds)
     return model_config
 
 

@@ -15,6 +15,7 @@ from dschat_ppo.config.supervised_config import SFTConfig
 from dschat_ppo.data.batches import SFTBatch, collate_sft
 from dschat_ppo.engine.build_engine import eval_engine, frozen_policy, require_whole_distributions
 from dschat_ppo.features import hooks
+from dschat_ppo.models.given_embeddings import GivenSource
 from dschat_ppo.models.kernel_selection import apply_memory_flags, select_kernels
 from dschat_ppo.models.loading import changes_to_train, load_causal_lm
 from dschat_ppo.models.tokenizers import filler_id
@@ -55,7 +56,9 @@ def sft_loss(
     optimizer step. With `terms`, the weighted sum of that and of their divergences."""
     teachings = [term.distribution(batch) for term in terms]
     # (N,) tokens of the mask
-    logprobs, _, *divergences = model(batch.input_ids, batch.loss_mask, teachings=teachings)
+    logprobs, _, *divergences = model(
+        batch.input_ids, batch.loss_mask, teachings=teachings, given=batch.given
+    )
     sums.add_mean("loss", -logprobs.detach())
     if len(sums.sources) > 1:
         assert batch.data_sources is not None
@@ -75,12 +78,20 @@ def with_perplexity(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def sft_objective(
-    pad_id: int, train_on_prompt: bool, device: torch.device, terms: Sequence[SFTTerm] = ()
+    pad_id: int,
+    train_on_prompt: bool,
+    device: torch.device,
+    terms: Sequence[SFTTerm] = (),
+    given_source: GivenSource | None = None,
 ) -> Objective[SFTBatch]:
-    """Mean cross entropy over the tokens of the answers, with the `terms` of features."""
+    """Mean cross entropy over the tokens of the answers, with the `terms` of features.
+    `given_source`: of what stands in place of the embeddings of some ids."""
+    given_for = None
+    if given_source is not None:
+        given_for = given_source.for_rows
     headline = (*(term.metric for term in terms), "loss")
     return Objective(
-        collator_on_device(collate_sft, device, pad_id, train_on_prompt),
+        collator_on_device(collate_sft, device, pad_id, train_on_prompt, given_for),
         lambda batch: batch.loss_mask,
         partial(sft_loss, terms=terms),
         headline,
@@ -115,10 +126,16 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     changes = changes_to_train(config, dropout=fit.dropout)
     model = PolicyModel(load_causal_lm(run.model_folder, run_flags.dtype, run.ds_config, changes))
     apply_memory_flags(model, config.memory, fit.gradient_checkpointing)
+    for source_of in hooks("given_embeddings.source_of"):
+        model.given_source = source_of(config, run.model_folder, run.tokenizer, run.device)
     further = further_engines(config, run.further_folders)
     terms = sft_terms(config, further.__getitem__)
     objective = sft_objective(
-        filler_id(run.tokenizer), config.sft.train_on_prompt, run.device, terms
+        filler_id(run.tokenizer),
+        config.sft.train_on_prompt,
+        run.device,
+        terms,
+        model.given_source,
     )
     trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, config, run.nonfinite)
     if terms:

@@ -107,7 +107,10 @@ def begin_supervised_run(config: FitConfig, name: str, title: str) -> Supervised
     require_agreement(config, dist.world_size())
     ds_config = fit_ds_config(config)
     announce("prepare data")
-    rows = prepare(config.step_data, tokenizer)
+    step_data = config.step_data
+    for read_by_model in hooks("step_data.read_by_model"):
+        step_data = read_by_model(config, step_data, folder, tokenizer)
+    rows = prepare(step_data, tokenizer)
     _require_evaluation_rows(config, rows)
     report_learning_rate(config, folder)
     log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)

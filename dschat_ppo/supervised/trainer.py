@@ -43,6 +43,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.saving import (
     SavedForm,
+    parts_beside,
     require_finite_weights,
     save_model,
     saved_dtype,
@@ -99,6 +100,7 @@ class SupervisedTrainer(Generic[Batch]):
             merge=saves_whole_model(config, ""),
             card=partial(model_card, config, "model"),
             dtype=saved_dtype(model, config.run.save_dtype),
+            beside=parts_beside(config),
         )
         self.clock = PhaseClock()
         self.steps = 0  # optimizer steps done

@@ -35,6 +35,7 @@ from dschat_ppo.models.saving import (
     SavedForm,
     cast_weights,
     is_saved_without_base,
+    parts_beside,
     saved_dtype,
     saves_whole_model,
     write_model,
@@ -200,7 +201,8 @@ def export_role(
     module = module.to(number_format)
     if dtype is None:
         state = cast_weights(state, saved_dtype(module, run.config.run.save_dtype), folder)
-    form = SavedForm(answer_ends(tokenizer), merge, partial(model_card, run.config, trained_role))
+    card = partial(model_card, run.config, trained_role)
+    form = SavedForm(answer_ends(tokenizer), merge, card, beside=parts_beside(run.config))
     problem = write_model(module, state, tokenizer, folder, config_entries, form)
     if problem is not None:
         raise StorageError(problem)

@@ -25,13 +25,14 @@ from dschat_ppo.data.encode import (
     encode_prompt,
 )
 from dschat_ppo.data.examples import Example
+from dschat_ppo.data.fitting import Fitted, fit
 from dschat_ppo.data.form_kinds import Kind
 from dschat_ppo.data.forms import Form, RowReader, SideColumns
 from dschat_ppo.data.rows import ORIGIN, ROW, RawRows
 from dschat_ppo.data.sources import parse_sources
 from dschat_ppo.data.templates import turn_end
 from dschat_ppo.data.token_tables import TokenTable, tokenised
-from dschat_ppo.data.tokenise import Fitted, TokeniseSettings, fit, row_text, tokenise_batch
+from dschat_ppo.data.tokenise import TokeniseSettings, row_text, tokenise_batch
 from dschat_ppo.errors import UserError
 
 WORDS = [

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import StepData
+from dschat_ppo.data.fitting import Fitted
 from dschat_ppo.data.form_choice import FIRST_ROWS
 from dschat_ppo.data.prepare import (
     EVAL_FLAG,
@@ -24,7 +25,7 @@ from dschat_ppo.data.prepare import (
 )
 from dschat_ppo.data.shards import Batch, Row, Shard
 from dschat_ppo.data.sources import DataSource, Group, OpenSet, open_set
-from dschat_ppo.data.tokenise import Fitted, TokeniseSettings, features_of, tokenise_batch
+from dschat_ppo.data.tokenise import TokeniseSettings, features_of, tokenise_batch
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.streaming.streamed_rows import (
     ALL,

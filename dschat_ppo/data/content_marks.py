@@ -1,0 +1,46 @@
+"""Marks in texts, one character each, in place of content that is no text, such as images. Forms
+see them as text; the chat template gets a part for each, and writes what stands for it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_FIRST_MARK = 0xF0000  # of a plane that no text uses
+MOST_MARKS = 256  # of a row
+MARK = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_FIRST_MARK + MOST_MARKS - 1)}]")
+
+
+def mark_of(index: int) -> str:
+    """The mark of the content with this number, of one row."""
+    return chr(_FIRST_MARK + index)
+
+
+def index_of(mark: str) -> int:
+    """The number of the content that a mark stands for."""
+    return ord(mark) - _FIRST_MARK
+
+
+def has_marks(content: Any) -> bool:
+    """Whether a text has marks."""
+    return isinstance(content, str) and MARK.search(content) is not None
+
+
+def in_parts(content: Any) -> list[dict[str, str]]:
+    """A text as the list of parts that chat templates of models with images take: text, and an
+    image for each mark."""
+    parts = list[dict[str, str]]()
+    begin = 0
+    for mark in MARK.finditer(content or ""):
+        if mark.start() > begin:
+            parts.append({"type": "text", "text": content[begin : mark.start()]})
+        parts.append({"type": "image"})
+        begin = mark.end()
+    if content and begin < len(content):
+        parts.append({"type": "text", "text": content[begin:]})
+    return parts
+
+
+def stands_in(words: str, text: str) -> bool:
+    """Whether a text holds these words, each piece between marks by itself."""
+    return all(piece.strip() in text for piece in MARK.split(words))

@@ -1,0 +1,123 @@
+"""The images of rows as `data/further_content.py` wants them: found in the raw rows, decoded once,
+and expanded to the tokens that the model has for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from datasets import List, Value
+
+from dschat_ppo.data.content_marks import MARK, has_marks, index_of, mark_of
+from dschat_ppo.data.encode import EncodedExample
+from dschat_ppo.data.examples import Example, Messages, Row
+from dschat_ppo.errors import UserError
+from dschat_ppo.features.images.processors import ImageProcessor, decoded_image
+from dschat_ppo.features.images.references import ImageFile, ImagePlaces, columns_left
+
+IMAGES = "images"  # columns of token rows: a text for each image
+SPANS = "image_spans"  # the range of each image in the prompt
+_AS_CHAT = "--apply_chat_template True makes messages of prompts that are text"
+
+
+@dataclass(frozen=True)
+class RowImages:
+    """The images of the rows of a data set; `FurtherContent`."""
+
+    processor: ImageProcessor
+    places: ImagePlaces
+    most_pixels: int  # of an image file
+    folder_by_flag: str | None
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """References to the files of a row, and where their tokens are."""
+        return {IMAGES: List(Value("string")), SPANS: List(List(Value("int32")))}
+
+    @property
+    def identity(self) -> str:
+        """What token rows depend on."""
+        return f"{self.processor.identity} {self.places!r} {self.most_pixels}"
+
+    def of_source(self, location: str) -> RowImages:
+        """With the folder of the data in `location`, unless the flag names one."""
+        folder = self.folder_by_flag
+        if folder is None:
+            path = Path(location)
+            folder = str(path if path.is_dir() else path.parent)
+        return replace(self, places=replace(self.places, folder=folder))
+
+    def columns_left(self, columns: Sequence[str]) -> list[str]:
+        """Those that hold no images."""
+        return list(columns_left(self.places, columns))
+
+    def taken_out(self, row: Row) -> tuple[Row, list[ImageFile]]:
+        """See `ImagePlaces`."""
+        return self.places.taken_out(row)
+
+    def placed(self, example: Example, items: list[ImageFile]) -> tuple[Example, list[ImageFile]]:
+        """The example with a mark for each image in its prompt: images without a place come before
+        the first text of the user."""
+        texts = [str(answer) for answer in example.answers]
+        if any(map(has_marks, texts)):
+            raise UserError("the answer holds an image; a model answers in text")
+        prompt = example.prompt
+        if not items:
+            return example, []
+        if isinstance(prompt, str):
+            raise UserError(f"images need chat messages, but the prompt is text; {_AS_CHAT}")
+        said_by_model = [m["content"] for m in prompt if m["role"] == "assistant"]
+        if any(map(has_marks, said_by_model)):
+            raise UserError("an answer in the prompt holds an image; a model answers in text")
+        marks = [mark for message in prompt for mark in MARK.findall(message["content"])]
+        if marks:
+            return example, [items[index_of(mark)] for mark in marks]
+        return replace(example, prompt=_with_images_first(prompt, len(items))), items
+
+    def expanded(self, ids: EncodedExample, items: list[ImageFile]) -> EncodedExample:
+        """The ids with all tokens of each image in place of its placeholder. `UserError`: a text
+        writes the placeholder itself, or an image cannot be decoded."""
+        placeholder = self.processor.placeholder_id
+        in_answers = any(placeholder in answer for answer in ids.answers)
+        if in_answers or ids.prompt.count(placeholder) != len(items):
+            raise UserError(
+                f"a text holds {self.processor.placeholder!r}, which stands for an image, or the"
+                f" chat template writes it another number of times than the {len(items)} images"
+            )
+        prompt = list[int]()
+        spans = list[tuple[int, int]]()
+        begins = list[int]()  # of each token of the prompt, and of its end, among the new ones
+        waiting = iter(items)
+        for token_id in ids.prompt:
+            begins.append(len(prompt))
+            if token_id != placeholder:
+                prompt.append(token_id)
+                continue
+            image = decoded_image(next(waiting).content(), self.most_pixels)
+            prompt += self.processor.tokens(image)
+            spans.append((begins[-1], len(prompt)))
+        begins.append(len(prompt))
+        moved = [(begins[start], begins[end]) for start, end in ids.prompt_spans]
+        return replace(ids, prompt=prompt, prompt_spans=moved, fixed_spans=spans)
+
+    def values(self, ids: EncodedExample, items: list[ImageFile]) -> dict[str, Any]:
+        """The values of `columns`."""
+        references = [item.reference for item in items]
+        return {IMAGES: references, SPANS: [list(span) for span in ids.fixed_spans]}
+
+    def hashed(self, items: list[ImageFile]) -> list[str]:
+        """The content of the images, wherever their files lie."""
+        return [item.sha for item in items]
+
+
+def _with_images_first(prompt: Messages, count: int) -> Messages:
+    """The messages with so many images before the first text of the user."""
+    marks = "".join(map(mark_of, range(count)))
+    messages = list(prompt)
+    for index, message in enumerate(messages):
+        if message["role"] == "user":
+            messages[index] = {**message, "content": marks + message["content"]}
+            return messages
+    raise UserError("the row has images, but no message of the user in which they can stand")

@@ -1,0 +1,149 @@
+"""The images of token rows as the decoder gets them: pixels are made when a row is needed, and what
+the tower makes of them is kept as long as there is room."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dschat_ppo.errors import UserError
+from dschat_ppo.features.images.content import IMAGES, SPANS
+from dschat_ppo.features.images.inputs import ImageInputs
+from dschat_ppo.features.images.processors import ImageProcessor, decoded_image
+from dschat_ppo.features.images.references import ImageFile
+from dschat_ppo.features.images.tower import ImageFeatures, ImageTower
+
+_PROBE_COLUMNS = (1, 2, 3, 4)  # of a probe, that stand for an image
+
+
+@dataclass(frozen=True)
+class RowFeatures:
+    """What the tower made of the images of one row, in host memory."""
+
+    features: ImageFeatures
+    grid: Mapping[str, Tensor]  # what positions depend on
+
+
+class ImageStore:
+    """Serves the images of rows; `GivenSource`. One call of the tower takes all images of a row and
+    no others, so that the bits depend neither on the batch nor on the rank. Threads may share
+    it."""
+
+    def __init__(
+        self, processor: ImageProcessor, tower: ImageTower, most_pixels: int, most_bytes: int
+    ):
+        self._processor = processor
+        self._tower = tower
+        self._most_pixels = most_pixels  # of an image file
+        self._most_bytes = most_bytes  # of the features that are kept
+        self._kept: OrderedDict[tuple[str, ...], RowFeatures] = OrderedDict()  # oldest use first
+        self._kept_bytes = 0
+        self._lock = Lock()
+        self.tower_calls = 0
+
+    def for_rows(
+        self, records: Sequence[Mapping[str, Any]], input_ids: Tensor
+    ) -> ImageInputs | None:
+        """The images of token rows, whose ids are `input_ids` (B, T); None if none has any."""
+        if not any(record.get(IMAGES) for record in records):
+            return None
+        index = torch.full_like(input_ids, -1)
+        columns = torch.arange(input_ids.shape[1])
+        positions = columns.expand(3, *input_ids.shape).clone()
+        has_axes = False
+        begins = dict[tuple[str, ...], int]()  # of the features of distinct rows
+        distinct = list[ImageFeatures]()
+        tokens = 0
+        for row, record in enumerate(records):
+            references = tuple(record.get(IMAGES) or ())
+            if not references:
+                continue
+            row_features = self._of_row(references)
+            if references not in begins:
+                begins[references] = tokens
+                distinct.append(row_features.features)
+                tokens += len(row_features.features.states)
+            is_image = _image_tokens(input_ids[row], record, self._processor.placeholder_id)
+            count = len(row_features.features.states)
+            if int(is_image.sum()) != count:
+                name = ImageFile.of(references[0]).path
+                raise UserError(
+                    f"{name}: the vision tower gives {count} tokens, but the row has"
+                    f" {int(is_image.sum())}, by another processor"
+                )
+            index[row, is_image] = begins[references] + torch.arange(count)
+            axes = self._tower.positions(input_ids[row], is_image, row_features.grid)
+            if axes is not None:
+                positions[:, row] = axes
+                has_axes = True
+        layers = zip(*(features.deepstack for features in distinct), strict=True)
+        joined = ImageFeatures(
+            torch.cat([features.states for features in distinct]), tuple(map(torch.cat, layers))
+        )
+        inputs = ImageInputs(joined, index, positions if has_axes else None)
+        return inputs.to(self._tower.device)
+
+    def for_probe(self, input_ids: Tensor) -> tuple[Tensor, ImageInputs]:
+        """Ids (B, T) with an image of noise, the same in all rows, and its features."""
+        ids = input_ids.clone()
+        columns = torch.tensor(_PROBE_COLUMNS, device=ids.device)
+        ids[ids == self._processor.placeholder_id] = 0
+        ids[:, columns] = self._processor.placeholder_id
+        index = torch.full_like(ids, -1)
+        index[:, columns] = torch.arange(len(columns), device=ids.device)
+        features = self._tower.noise(len(columns))
+        positions = None
+        if self._tower.has_axes:
+            slots = torch.arange(ids.shape[1], device=ids.device)
+            positions = slots.expand(3, *ids.shape).clone()
+            positions[1, :, columns] += 1  # of the axes, two go through an image as through a text
+        return ids, ImageInputs(features, index, positions).to(ids.device)
+
+    def _of_row(self, references: tuple[str, ...]) -> RowFeatures:
+        """The features of the images of a row: those that are kept, or new ones."""
+        with self._lock:
+            if references in self._kept:
+                self._kept.move_to_end(references)
+                return self._kept[references]
+            row_features = self._made(references)
+            self._keep(references, row_features)
+            return row_features
+
+    def _made(self, references: tuple[str, ...]) -> RowFeatures:
+        """The features of the images of a row, by the tower."""
+        images = []
+        for reference in references:
+            file = ImageFile.of(reference)
+            images.append(decoded_image(file.content(), self._most_pixels))
+        pixels = self._processor.pixels(images)
+        features = self._tower.features(pixels)
+        self.tower_calls += 1
+        on_host = ImageFeatures(
+            features.states.cpu(), tuple(layer.cpu() for layer in features.deepstack)
+        )
+        grid = {name: value for name, value in pixels.items() if name == "image_grid_thw"}
+        return RowFeatures(on_host, grid)
+
+    def _keep(self, references: tuple[str, ...], row_features: RowFeatures) -> None:
+        """Keep features, and drop those that were not used for the longest time."""
+        if row_features.features.bytes > self._most_bytes:
+            return
+        self._kept[references] = row_features
+        self._kept_bytes += row_features.features.bytes
+        while self._kept_bytes > self._most_bytes:
+            _, dropped = self._kept.popitem(last=False)
+            self._kept_bytes -= dropped.features.bytes
+
+
+def _image_tokens(ids: Tensor, record: Mapping[str, Any], placeholder: int) -> Tensor:
+    """(T,) bool, True on the tokens of images: placeholders within the spans of the row."""
+    is_image = torch.zeros_like(ids, dtype=torch.bool)
+    for start, end in record[SPANS]:
+        is_image[start:end] = ids[start:end] == placeholder
+    return is_image

@@ -1,0 +1,58 @@
+"""The images of the rows of a forward pass, as the decoder gets them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+from dschat_ppo.features.images.tower import ImageFeatures
+
+
+@dataclass
+class _EncoderOutput(ModelOutput):
+    """What a model of transformers takes in place of the output of its vision encoder."""
+
+    pooler_output: Any = None
+    deepstack_features: Any = None
+
+
+@dataclass(frozen=True)
+class ImageInputs:
+    """Of rows (B, T), right-padded; `GivenEmbeddings`."""
+
+    features: ImageFeatures  # of the distinct images of the rows, M tokens
+    index: Tensor  # (B, T) int64, which of the M tokens stands there; -1 where text does
+    # (3, B, T) int64, for models whose positions have three axes; None: the columns
+    positions: Tensor | None = None
+
+    def to(self, device: torch.device | str) -> ImageInputs:
+        """The same on another device."""
+        features = ImageFeatures(
+            self.features.states.to(device),
+            tuple(layer.to(device) for layer in self.features.deepstack),
+        )
+        positions = self.positions
+        if positions is not None:
+            positions = positions.to(device)
+        return replace(self, features=features, index=self.index.to(device), positions=positions)
+
+    def keys(self, input_ids: Tensor) -> Tensor:
+        """(B, T) int64: the ids, and below 0 what stands for the tokens of images."""
+        return torch.where(self.index < 0, input_ids, -1 - self.index)
+
+    def arguments(self, slots: Tensor) -> dict[str, Any]:
+        """Arguments of the model for the tokens at `slots` (b, n) of the rows, flattened."""
+        arguments = dict[str, Any]()
+        if self.positions is not None:
+            arguments["position_ids"] = self.positions.flatten(1)[:, slots]
+        chosen = self.index.flatten()[slots]
+        chosen = chosen[chosen >= 0]  # in the order in which the model finds their ids
+        if len(chosen):
+            deepstack = [[layer[chosen]] for layer in self.features.deepstack]
+            output = _EncoderOutput([self.features.states[chosen]], deepstack or None)
+            arguments["mm_encoder_outputs"] = {"image": output}
+        return arguments

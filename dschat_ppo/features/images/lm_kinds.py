@@ -1,0 +1,38 @@
+"""Models of images and text as language models that a run of step 1 trains."""
+
+from __future__ import annotations
+
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+)
+
+from dschat_ppo.config.step_config import StepConfig
+from dschat_ppo.config.supervised_config import SFTConfig
+from dschat_ppo.features.images.tower import FAMILIES, sees_images, take_out_tower
+from dschat_ppo.models.lm_kinds import LMKind
+
+OF_IMAGES = LMKind(sees_images, AutoModelForImageTextToText, take_out_tower)
+
+
+def kinds_of(config: StepConfig) -> tuple[LMKind, ...]:
+    """The kind of these models, in step 1."""
+    if isinstance(config, SFTConfig):
+        return (OF_IMAGES,)
+    return ()
+
+
+def reason_unusable(config: PretrainedConfig) -> str | None:
+    """Why a model that sees images cannot be used where no kind of language models matches it; None
+    for other models."""
+    name = type(config).__name__
+    if sees_images(config):
+        return (
+            f"{name} sees images, which step 1 (SFT) alone can train so far; transformers loads the"
+            " model as AutoModelForImageTextToText"
+        )
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        families = ", ".join(FAMILIES)
+        return f"{name} sees images in a way that is not supported; supported are {families}"
+    return None

@@ -1,0 +1,214 @@
+"""A model's own processor of images: its settings, the pixels that it makes, and the tokens that
+stand for an image. torchvision is not used, also where it is installed: its pixels differ."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import cached_property
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+from dschat_ppo.errors import UserError, reading
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MOST_PIXELS = 1024 * 1024  # of an image as Qwen's models see it, unless a flag says otherwise
+LONGEST_SIDES = 200  # of an image: the longer one over the shorter one
+_OF_QWEN = ("qwen2_5_vl", "qwen3_vl")
+
+
+def decoded_image(content: bytes, most_pixels: int) -> Image:
+    """The image in a file as RGB: turned as its EXIF entry says, its first frame, over white where
+    it is transparent. `UserError`: it is broken, or larger than `most_pixels`, or too long."""
+    from PIL import Image, ImageOps
+
+    with reading("the image cannot be decoded"):
+        image: Any = Image.open(io.BytesIO(content))
+        width, height = image.size
+    if width * height > most_pixels:
+        raise UserError(
+            f"the image has {width} x {height} pixels, more than --image_max_source_pixels"
+            f" {most_pixels}"
+        )
+    if max(width, height) > LONGEST_SIDES * min(width, height):
+        raise UserError(
+            f"the image has {width} x {height} pixels; its longer side may be {LONGEST_SIDES} times"
+            " the shorter one"
+        )
+    with reading("the image cannot be decoded"):
+        image = ImageOps.exif_transpose(image)
+        if image.has_transparency_data:
+            image = image.convert("RGBA")
+            white = Image.new("RGBA", image.size, "white")
+            image = Image.alpha_composite(white, image)
+        return image.convert("RGB")
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """The processor of the model in a folder, with the settings of the flags."""
+
+    config: PretrainedConfig
+    folder: str
+    tokenizer: PreTrainedTokenizerBase
+    options: dict[str, Any]  # those that the flags change
+    _tokens_of_size: dict[tuple[int, int], list[int]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def _of_images(self) -> Any:
+        """transformers' processor of images alone."""
+        with reading(f"{self.folder}: its processor of images cannot be loaded"):
+            processor: Any = AutoImageProcessor.from_pretrained(
+                self.folder, backend="pil", trust_remote_code=False
+            )
+        for name in self.options:
+            if not hasattr(processor, name):
+                known = sorted(processor.valid_kwargs.__annotations__)
+                raise UserError(
+                    f"--image_options {name}: {type(processor).__name__} has no such setting; it"
+                    f" has {', '.join(known)}"
+                )
+        if self.options:
+            with reading("--image_options: the processor of images refuses them"):
+                settings = {**processor.to_dict(), **self.options}
+                processor = type(processor).from_dict(settings)
+        return processor
+
+    @cached_property
+    def _of_texts(self) -> Any:
+        """transformers' processor of images and text, without its part for video, which needs
+        torchvision."""
+        kind: Any = PROCESSOR_MAPPING[type(self.config)]
+
+        class WithoutVideo(kind):
+            """The processor of the family."""
+
+            def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
+                if name == "video_processor":
+                    return type(None)
+                return super().check_argument_for_proper_class(name, argument)
+
+        known = signature(kind.__init__).parameters
+        settings = _processor_settings(self.folder)
+        arguments = {name: value for name, value in settings.items() if name in known}
+        if "video_processor" in known:
+            arguments["video_processor"] = None
+        with reading(f"{self.folder}: its processor cannot be built"):
+            # some add tokens to the tokenizer that they get
+            return WithoutVideo(
+                image_processor=self._of_images, tokenizer=deepcopy(self.tokenizer), **arguments
+            )
+
+    @property
+    def placeholder(self) -> str:
+        """The text by which a chat template writes an image."""
+        return str(self._of_texts.image_token)
+
+    @property
+    def placeholder_id(self) -> int:
+        """The id of the tokens of an image in the prompt."""
+        return int(self.config.image_token_id)
+
+    @property
+    def identity(self) -> str:
+        """What the tokens and the pixels of an image depend on."""
+        settings = json.dumps(self._of_images.to_dict(), sort_keys=True, default=str)
+        return f"{settings} {_processor_settings(self.folder)}"
+
+    def tokens(self, image: Image) -> list[int]:
+        """The ids that stand for an image, by the processor of the family; they depend on its size
+        alone."""
+        if image.size not in self._tokens_of_size:
+            with reading("the processor of the model refuses the image"):
+                encoded = self._of_texts(
+                    text=[self.placeholder], images=[[image]], add_special_tokens=False
+                )
+            self._tokens_of_size[image.size] = list(encoded["input_ids"][0])
+        return self._tokens_of_size[image.size]
+
+    def pixels(self, images: Sequence[Image]) -> dict[str, Tensor]:
+        """What the tower takes of the images of one row, in order."""
+        encoded = self._of_images(list(images), return_tensors="pt")
+        return {name: value for name, value in encoded.items() if isinstance(value, Tensor)}
+
+    def save_settings(self, folder: Path) -> None:
+        """Write the processor's files of the model, with the settings of the flags."""
+        for pattern in ("*processor*_config.json", "chat_template.json"):
+            for file in Path(self.folder).glob(pattern):
+                (folder / file.name).write_bytes(file.read_bytes())
+        if not self.options:
+            return
+        for name in ("processor_config.json", "preprocessor_config.json"):
+            path = folder / name
+            if path.exists():
+                settings = json.loads(path.read_text(encoding="utf-8"))
+                of_images = settings.get("image_processor", settings)
+                if "image_processor" in settings or name == "preprocessor_config.json":
+                    of_images.update(self.options)
+                    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _processor_settings(folder: str) -> dict[str, Any]:
+    """The settings of the processor of images and text in a folder; {} without any."""
+    path = Path(folder) / "processor_config.json"
+    if not path.is_file():
+        return {}
+    with reading(f"{path}: cannot be used"):
+        settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    parts = ("image_processor", "video_processor", "tokenizer", "feature_extractor")
+    return {name: value for name, value in settings.items() if name not in parts}
+
+
+def load_processor(
+    config: PretrainedConfig,
+    folder: str,
+    tokenizer: PreTrainedTokenizerBase,
+    options: dict[str, Any],
+    max_pixels: int | None,
+) -> ImageProcessor:
+    """The processor of a model, tried on two images.
+
+    Args:
+        config: of the model.
+        folder: of the model, with the files of its processor.
+        tokenizer: that of the run.
+        options: `--image_options`.
+        max_pixels: `--image_max_pixels`.
+    """
+    if not any(Path(folder).glob("*processor*_config.json")):
+        raise UserError(
+            f"{folder}: has no processor of images (preprocessor_config.json); copy it from the"
+            " model's page"
+        )
+    settings = dict(options)
+    processor = ImageProcessor(config, folder, tokenizer, settings)
+    if config.model_type in _OF_QWEN:
+        if "size" not in settings:
+            settings["size"] = _size_within(processor, max_pixels)
+            processor = ImageProcessor(config, folder, tokenizer, settings)
+    elif max_pixels is not None:
+        raise UserError(
+            f"--image_max_pixels {max_pixels}: {type(config).__name__} divides images into tiles;"
+            " give --image_options, such as do_image_splitting=false"
+        )
+    return processor
+
+
+def _size_within(processor: ImageProcessor, max_pixels: int | None) -> dict[str, int]:
+    """The `size` of Qwen's processors, the least and the most pixels of an image, with another
+    most."""
+    size = dict(processor._of_images.size)
+    own = int(size.get("longest_edge") or MOST_PIXELS)
+    most = max_pixels or min(own, MOST_PIXELS)
+    least = min(int(size.get("shortest_edge") or 1), most)
+    return {"shortest_edge": least, "longest_edge": most}

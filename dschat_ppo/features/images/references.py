@@ -1,0 +1,240 @@
+"""The images of a data row: where they stand in it, and the files that they are. In their place the
+text of the row gets a mark for each."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dschat_ppo.data.content_marks import MOST_MARKS, mark_of
+from dschat_ppo.data.examples import Row, json_value, kind_of
+from dschat_ppo.errors import UserError
+
+COLUMNS = ("image", "images")
+PLACE = "<image>"  # in texts, as in the data sets of LLaVA
+_PART_KEYS = ("image", "image_url", "url", "path", "base64", "bytes")
+_PART_TYPES = ("image", "image_url", "input_image")
+_OTHER_MEDIA = ("video", "video_url", "audio", "audio_url", "input_audio")
+_NO_WEB = "images are not fetched from the web; save them beside the data, and name the files"
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """A file with an image, and the SHA-256 of its content when the data were prepared."""
+
+    path: str
+    sha: str
+
+    @property
+    def reference(self) -> str:
+        """One text, for the column of token rows."""
+        return f"{self.sha} {self.path}"
+
+    @staticmethod
+    def of(reference: str) -> ImageFile:
+        """The file of a `reference`."""
+        sha, _, path = reference.partition(" ")
+        return ImageFile(path, sha)
+
+    def content(self) -> bytes:
+        """The bytes of the file. `UserError`: it cannot be read, or is another one than before."""
+        try:
+            content = Path(self.path).read_bytes()
+        except OSError as problem:
+            raise UserError(
+                f"{self.path}: the image cannot be read ({problem.strerror}); it was there when the"
+                " data were prepared"
+            ) from None
+        if hashlib.sha256(content).hexdigest() != self.sha:
+            raise UserError(
+                f"{self.path}: the image has changed since the data were prepared; put the earlier"
+                " one back, or prepare the data again with another --data_output_path"
+            )
+        return content
+
+
+@dataclass(frozen=True)
+class ImagePlaces:
+    """Where the images of a data set stand, and where their files are."""
+
+    column: str | None  # that of the flag; None: `COLUMNS`
+    ignored: Sequence[str]  # columns
+    folder: str  # of paths
+    store: str  # the folder for images that are in the data themselves
+
+    def is_column(self, name: str) -> bool:
+        """Whether this column holds images beside the texts."""
+        if name in self.ignored:
+            return False
+        if self.column is not None:
+            return name == self.column
+        return name in COLUMNS
+
+    def taken_out(self, row: Row) -> tuple[Row, list[ImageFile]]:
+        """The row without its images, with marks in their places, and the images by the numbers of
+        these marks. Images without a place come last. `UserError`: a place without an image, or an
+        image that cannot be read."""
+        waiting = [value for name in row if self.is_column(name) for value in _listed(row[name])]
+        walk = _Walk(waiting)
+        bare_row = Row()
+        for name, value in row.items():
+            if self.is_column(name):
+                continue
+            bare_row[name] = value
+            if name not in self.ignored:
+                bare_row[name] = walk.marked(value)
+        if walk.used and walk.waiting:
+            raise UserError(
+                f"the row has {len(walk.images) + len(walk.waiting)} images, but its texts have"
+                f" places for {len(walk.images)}"
+            )
+        values = walk.images + walk.waiting
+        if len(values) > MOST_MARKS:
+            raise UserError(f"the row has {len(values)} images; at most {MOST_MARKS} can be read")
+        return bare_row, [self.file_of(value) for value in values]
+
+    def file_of(self, value: Any) -> ImageFile:
+        """The file of an image, which a row names or holds."""
+        if isinstance(value, dict):
+            return self._file_of_object(value)
+        if not isinstance(value, str):
+            raise UserError(f"an image is {kind_of(value)}; expected a path")
+        if value.startswith("data:"):
+            return self._stored(_bytes_of_url(value))
+        if value.startswith(("http://", "https://", "ftp://", "s3://", "hf://")):
+            raise UserError(f"an image is {value[:80]!r}; {_NO_WEB}")
+        path = self._path_in_folder(value.removeprefix("file://"))
+        try:
+            content = Path(path).read_bytes()
+        except OSError as problem:
+            raise UserError(
+                f"the image {value!r} cannot be read ({problem.strerror}: {path}); --image_folder"
+                " names the folder of the paths"
+            ) from None
+        return ImageFile(path, hashlib.sha256(content).hexdigest())
+
+    def _file_of_object(self, value: dict[str, Any]) -> ImageFile:
+        """The file of an image that is an object: its bytes as text, or its path."""
+        inner = value.get("bytes", value.get("base64"))
+        if isinstance(inner, str):
+            return self._stored(_bytes_of_base64(inner))
+        if isinstance(inner, dict):
+            raise UserError(
+                "an image is stored as bytes inside the data file, which is not read yet; save the"
+                " images as files and name their paths"
+            )
+        for key in ("image_url", "image", "url", "path"):
+            if value.get(key) is not None:
+                return self.file_of(value[key])
+        raise UserError(f"an image is {kind_of(value)}; expected a path")
+
+    def _path_in_folder(self, value: str) -> str:
+        """The whole path of a file, inside of the folder also where links lead."""
+        folder = os.path.realpath(self.folder)
+        path = os.path.realpath(os.path.join(folder, os.path.expanduser(value)))
+        if os.path.commonpath([folder, path]) != folder:
+            raise UserError(
+                f"the image {value!r} is outside of {folder}; --image_folder names another folder"
+            )
+        return path
+
+    def _stored(self, content: bytes) -> ImageFile:
+        """The file of an image that the data hold, by the hash of its content."""
+        sha = hashlib.sha256(content).hexdigest()
+        path = Path(self.store) / sha[:2] / sha
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                file.write(content)
+            os.replace(file.name, path)  # other processes store the same
+        return ImageFile(str(path), sha)
+
+
+def _listed(value: Any) -> list[Any]:
+    """The images in a column: one, several, or none."""
+    parsed = json_value(value)
+    if parsed in (None, "", [], {}):
+        return []
+    if isinstance(parsed, list):
+        return [inner for inner in parsed if inner not in (None, "")]
+    return [parsed]
+
+
+def _bytes_of_url(url: str) -> bytes:
+    """The bytes in `data:image/png;base64,...`."""
+    head, comma, text = url.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise UserError(f"an image is {url[:60]!r}; expected data:image/...;base64,...")
+    return _bytes_of_base64(text)
+
+
+def _bytes_of_base64(text: str) -> bytes:
+    """The bytes that a text holds."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise UserError(f"an image is {text[:40]!r}, which is not base64") from None
+
+
+@dataclass
+class _Walk:
+    """A walk through the texts of a row. `waiting`: images of columns, of which each place without
+    an image of its own takes the next."""
+
+    waiting: list[Any]
+    images: list[Any] = field(default_factory=list)  # by the numbers of their marks
+    used: bool = False  # whether the texts have places
+
+    def __post_init__(self) -> None:
+        self.has_column = bool(self.waiting)
+
+    def marked(self, value: Any) -> Any:
+        """A value with a mark in place of each image."""
+        if isinstance(value, str):
+            return self._marked_text(value)
+        if isinstance(value, list):
+            return [self.marked(inner) for inner in value]
+        if not isinstance(value, dict):
+            return value
+        kind = value.get("type")
+        if kind in _OTHER_MEDIA:
+            raise UserError(f"a message has a part of type '{kind}'; images and text can be used")
+        if kind in _PART_TYPES:
+            own = {key: value[key] for key in _PART_KEYS if value.get(key) is not None}
+            return {"type": "text", "text": self._mark(own or None)}
+        return {key: self.marked(inner) for key, inner in value.items()}
+
+    def _marked_text(self, text: str) -> str:
+        """A text, or the JSON of messages, with marks."""
+        is_json = '"image' in text and text.lstrip()[:1] in ("[", "{")
+        if is_json and isinstance(json_value(text), (list, dict)):
+            return json.dumps(self.marked(json_value(text)), ensure_ascii=False)
+        if not self.has_column or PLACE not in text:
+            return text
+        first, *rest = text.split(PLACE)
+        return first + "".join(self._mark(None) + piece for piece in rest)
+
+    def _mark(self, own: Any) -> str:
+        """The mark of the next image: of the place itself, or else the next of the columns."""
+        self.used = True
+        if own is None:
+            if not self.waiting:
+                raise UserError(
+                    f"the row has more places for images than images ({len(self.images)})"
+                )
+            own = self.waiting.pop(0)
+        self.images.append(own)
+        return mark_of(len(self.images) - 1)
+
+
+def columns_left(places: ImagePlaces, columns: Sequence[str]) -> Iterator[str]:
+    """The columns that do not hold images beside the texts."""
+    return (column for column in columns if not places.is_column(column))

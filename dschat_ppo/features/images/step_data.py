@@ -1,0 +1,102 @@
+"""What step 1 reads of the data for a model that sees images."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from dschat_ppo.common.extras import require_extra
+from dschat_ppo.common.logging import logger
+from dschat_ppo.config.data_flags import StepData
+from dschat_ppo.config.step_config import StepConfig
+from dschat_ppo.config.supervised_config import SFTConfig
+from dschat_ppo.data.content_marks import mark_of
+from dschat_ppo.data.templates import render
+from dschat_ppo.errors import UserError, reading
+from dschat_ppo.features.images.flags import ImageFlags
+from dschat_ppo.features.images.tower import sees_images
+from dschat_ppo.models.loading import load_config
+from dschat_ppo.models.model_folders import base_folder
+
+MODEL = "--model_name_or_path"
+_PROBE = "PROBE7f3a"
+
+
+def read_by_model(
+    config: StepConfig, data: StepData, folder: str, tokenizer: PreTrainedTokenizerBase
+) -> StepData:
+    """`data` with images, if the model in `folder` sees them. Prompts are then chat messages, also
+    those of text alone, unless --apply_chat_template says otherwise."""
+    if not isinstance(config, SFTConfig):
+        return data
+    model_config = load_config(folder, MODEL)
+    flags = config.of(ImageFlags)
+    if not sees_images(model_config):
+        if flags.image_column is not None:
+            raise UserError(
+                f"--image_column {flags.image_column}: {MODEL} {folder}"
+                f" ({type(model_config).__name__}) sees no images; omit it, or take another model"
+            )
+        return data
+    require_extra("PIL", f"{MODEL} {folder} sees images, and")
+    if model_config.model_type == "smolvlm":
+        require_extra("num2words", f"{MODEL} {folder}: SmolVLM's processor")
+    content = images_of_rows(config, data, model_config, folder, tokenizer)
+    check_template(tokenizer, content.processor.placeholder)
+    data_flags = data.flags
+    if data_flags.apply_chat_template is None:
+        logger().info("data: the model sees images, so prompts that are text become chat messages")
+        data_flags = replace(data_flags, apply_chat_template=True)
+    return replace(data, flags=data_flags, content=content)
+
+
+def images_of_rows(
+    config: SFTConfig,
+    data: StepData,
+    model_config: PretrainedConfig,
+    folder: str,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Any:
+    """The `RowImages` of a run."""
+    # not at the top: runs without images do not wait for these
+    import datasets
+
+    from dschat_ppo.features.images.content import RowImages
+    from dschat_ppo.features.images.references import ImagePlaces
+
+    flags = config.of(ImageFlags)
+    cache = data.flags.data_output_path or datasets.config.HF_DATASETS_CACHE
+    store = Path(cache).expanduser() / "dschat_ppo" / "image_files"
+    places = ImagePlaces(flags.image_column, data.flags.ignore_columns, ".", str(store))
+    processor = processor_of(config, model_config, folder, tokenizer)
+    return RowImages(processor, places, flags.image_max_source_pixels, flags.image_folder)
+
+
+def processor_of(
+    config: SFTConfig,
+    model_config: PretrainedConfig,
+    folder: str,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Any:
+    """The processor of the model in `folder`, with the settings of the flags."""
+    from dschat_ppo.features.images.processors import load_processor
+
+    flags = config.of(ImageFlags)
+    base = base_folder(folder, MODEL)
+    return load_processor(model_config, base, tokenizer, flags.options, flags.image_max_pixels)
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, placeholder: str) -> None:
+    """Require that the chat template writes one placeholder for an image, and the text beside
+    it."""
+    message = {"role": "user", "content": mark_of(0) + _PROBE}
+    with reading("the chat template has no place for an image"):
+        text = render(tokenizer, [message], open_answer=True)
+    if text.count(placeholder) != 1 or _PROBE not in text:
+        raise UserError(
+            f"the chat template does not write {placeholder!r} once for an image; give that of the"
+            " model (--chat_template)"
+        )

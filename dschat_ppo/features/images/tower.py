@@ -1,0 +1,171 @@
+"""The parts of a model that see images, beside its decoder: taken out of the model that trains, and
+loaded whole on each rank, in no engine. They do not train, so that what they give is a function of
+the data."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+
+from dschat_ppo.errors import UserError, reading
+from dschat_ppo.models.loading import load_config
+from dschat_ppo.models.model_folders import base_folder
+
+# model types, and whether positions have three axes (time, height, width)
+FAMILIES = {"idefics3": False, "smolvlm": False, "qwen2_5_vl": True, "qwen3_vl": True}
+_FEW_TOKENS = 8  # rows of the embedding of a decoder that is built for its name alone
+
+
+@dataclass(frozen=True)
+class ImageFeatures:
+    """What the decoder gets of the images of one row: for each of their M tokens, in order."""
+
+    states: Tensor  # (M, H), in place of the embeddings
+    # (M, H) each, added to the outputs of the decoder's first layers; most models have none
+    deepstack: tuple[Tensor, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """The memory that the numbers take."""
+        return sum(tensor.nbytes for tensor in (self.states, *self.deepstack))
+
+
+def sees_images(config: PretrainedConfig) -> bool:
+    """Whether a model of this configuration is of a family whose images can be used."""
+    return config.model_type in FAMILIES
+
+
+def take_out_tower(model: PreTrainedModel) -> None:
+    """Leave nothing in a model of images and text but its decoder and head. Its class stays, and
+    with it the names of its weights."""
+    inner: Any = model.model
+    decoder = inner.get_decoder()
+    for name, child in list(inner.named_children()):
+        if child is not decoder:
+            setattr(inner, name, None)
+
+
+class ImageTower:
+    """The tower and the projector of a model, in eval mode and without gradients."""
+
+    def __init__(self, model: Any, has_axes: bool):
+        self._model = model  # the model without its head, whose decoder is None
+        self._has_axes = has_axes
+        self._arguments = inspect.signature(model.get_image_features).parameters
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return next(self._model.parameters()).device
+
+    def weights(self) -> dict[str, Tensor]:
+        """Its weights, under the names that they have in the whole model."""
+        return {f"model.{name}": weight for name, weight in self._model.state_dict().items()}
+
+    def noise(self, tokens: int) -> ImageFeatures:
+        """Features of so many tokens as the tower might give them, equal in all calls."""
+        config = self._model.config
+        generator = torch.Generator().manual_seed(0)
+        width = config.get_text_config().hidden_size
+        layers = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
+        states, *deepstack = torch.randn(1 + layers, tokens, width, generator=generator)
+        return ImageFeatures(states, tuple(deepstack))
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether positions have three axes."""
+        return self._has_axes
+
+    @torch.no_grad()
+    def features(self, pixels: Mapping[str, Tensor]) -> ImageFeatures:
+        """What the decoder gets of the images of one row. `pixels`: of the family's processor, all
+        images of the row."""
+        inputs = {}
+        for name, value in pixels.items():
+            if name in self._arguments:
+                inputs[name] = value.to(self.device)
+        output = self._model.get_image_features(**inputs, return_dict=True)
+        layers = getattr(output, "deepstack_features", None) or ()
+        return ImageFeatures(_joined(output.pooler_output), tuple(map(_joined, layers)))
+
+    def positions(
+        self, ids: Tensor, is_image: Tensor, pixels: Mapping[str, Tensor]
+    ) -> Tensor | None:
+        """(3, T) int64, the position of each token on three axes; None for models whose positions
+        are the columns.
+
+        Args:
+            ids: (T,) int64, one row.
+            is_image: (T,) bool, True on the tokens of images.
+            pixels: of the images of the row.
+        """
+        if not self._has_axes:
+            return None
+        axes, _ = self._model.get_rope_index(
+            input_ids=ids.unsqueeze(0),
+            mm_token_type_ids=is_image.unsqueeze(0).int(),
+            image_grid_thw=pixels["image_grid_thw"].cpu(),
+        )
+        return axes[:, 0]
+
+
+def _joined(parts: Any) -> Tensor:
+    """The features of the images of a row, which families give as one tensor or as one for each
+    image."""
+    if isinstance(parts, Tensor):
+        return parts.reshape(-1, parts.shape[-1])
+    return torch.cat(list(parts))
+
+
+def load_tower(folder: str, dtype: torch.dtype, device: torch.device) -> ImageTower:
+    """The tower of the model in `folder`. The decoder is built with one layer and a few embeddings,
+    and given up, so that no rank reads its weights. Call it outside of transformers' ZeRO-3 mode.
+
+    Args:
+        folder: of a model, or of an adapter, whose base it then is.
+        dtype: of its weights.
+        device: where it runs.
+    """
+    base = base_folder(folder, "model")
+    config = load_config(base, "model")
+    has_axes = FAMILIES[config.model_type]
+    small = deepcopy(config)
+    text = small.get_text_config()
+    text.num_hidden_layers = 1
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:1]
+    text.vocab_size = _FEW_TOKENS
+    text.pad_token_id = None
+    verbosity = transformers.logging.get_verbosity()
+    # it names the weights of the decoder, which are not asked for
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    try:
+        with reading(f"{folder}: its vision tower cannot be loaded"):
+            model = AutoModelForImageTextToText.from_pretrained(
+                base, config=small, dtype=dtype, ignore_mismatched_sizes=True
+            )
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    inner: Any = model.model
+    _remove_decoder(inner)
+    inner.requires_grad_(False)
+    inner.eval().to(device)
+    return ImageTower(inner, has_axes)
+
+
+def _remove_decoder(inner: nn.Module) -> None:
+    """Leave everything in a model without its head but the decoder."""
+    decoder = inner.get_decoder()  # type: ignore[operator]
+    for name, child in list(inner.named_children()):
+        if child is decoder:
+            setattr(inner, name, None)
+            return
+    raise UserError(f"{type(inner).__name__}: its decoder is none of its parts")

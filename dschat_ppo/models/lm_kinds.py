@@ -1,0 +1,50 @@
+"""Kinds of language models beside those that transformers has as causal ones, which features let a
+run train: models with parts beside their decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True)
+class LMKind:
+    """A kind of language models.
+
+    Attributes:
+        matches: Whether a model of a configuration is of this kind.
+        auto_class: The auto class of transformers that builds it.
+        take_apart: Leaves nothing in a model but its decoder and head.
+    """
+
+    matches: Callable[[PretrainedConfig], bool]
+    auto_class: Any
+    take_apart: Callable[[PreTrainedModel], None]
+
+    def build(self, config: PretrainedConfig) -> PreTrainedModel:
+        """The decoder and the head, without the weights of a folder."""
+        model: PreTrainedModel = self.auto_class.from_config(config)
+        self.take_apart(model)
+        return model
+
+
+def leave_whole(model: PreTrainedModel) -> None:
+    """A causal language model is its decoder and head."""
+
+
+CAUSAL = LMKind(lambda config: True, AutoModelForCausalLM, leave_whole)
+
+
+def kind_of_lm(config: PretrainedConfig, kinds: Sequence[LMKind]) -> LMKind:
+    """The first of these kinds that matches, or else that of causal language models."""
+    return next((kind for kind in kinds if kind.matches(config)), CAUSAL)
+
+
+def built_without_weights(config: PretrainedConfig, kinds: Sequence[LMKind]) -> Any:
+    """The decoder and the head of a language model, on the meta device."""
+    with torch.device("meta"):
+        return kind_of_lm(config, kinds).build(config)
