@@ -33,7 +33,8 @@ class FurtherContent(Protocol):
         ...
 
     def taken_out(self, row: Row) -> tuple[Row, list[Any]]:
-        """The row as its form sees it, with marks, and the items by the numbers of these."""
+        """The row as its form sees it, with marks, and what it says of the items, by the numbers of
+        these. Nothing is read but the row."""
         ...
 
     def placed(self, example: Example, items: list[Any]) -> tuple[Example, list[Any]]:

@@ -209,7 +209,7 @@ def _quoted_row(row: dict[str, Any]) -> str:
 
 def rows_for_form(rows: Sequence[dict[str, Any]], step: StepData) -> list[dict[str, Any]]:
     """Rows as their form sees them: with marks in place of further content. Bad rows are left out,
-    unless all are: then `UserError` says what is wrong with the first."""
+    unless all are."""
     form_rows = list[dict[str, Any]]()
     problem: UserError | None = None
     for row in rows:
@@ -218,7 +218,7 @@ def rows_for_form(rows: Sequence[dict[str, Any]], step: StepData) -> list[dict[s
         except UserError as error:
             problem = problem or error
     if problem is not None and not form_rows:
-        raise problem
+        raise UserError(f"none of the first {len(rows)} rows can be used; the first: {problem}")
     return form_rows
 
 

@@ -25,9 +25,10 @@ class LMKind:
     auto_class: Any
     take_apart: Callable[[PreTrainedModel], None]
 
-    def build(self, config: PretrainedConfig) -> PreTrainedModel:
-        """The decoder and the head, without the weights of a folder."""
-        model: PreTrainedModel = self.auto_class.from_config(config)
+    def build(self, config: PretrainedConfig, **settings: Any) -> PreTrainedModel:
+        """The decoder and the head, without the weights of a folder. `settings`: of `from_config`
+        of transformers."""
+        model: PreTrainedModel = self.auto_class.from_config(config, **settings)
         self.take_apart(model)
         return model
 

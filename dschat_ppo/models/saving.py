@@ -51,9 +51,20 @@ _NOT_TEXT = re.compile(r"(^|\.)(mtp|visual|vision)|^model\.layers\.\d+\.")
 TRAINED, UNTRAINED = "model-trained.safetensors", "model-untrained.safetensors"
 
 
-# (the model that trains, the folder that is written) -> weights of parts that do not train, under
-# their names in the whole model; writes files of these parts too
-SavedBeside = Callable[[PreTrainedModel, Path], Mapping[str, Tensor]]
+@dataclass(frozen=True)
+class SavedBeside:
+    """What a feature writes with a model that trains: parts of it that do not.
+
+    Attributes:
+        weights: (the model) -> the weights of these parts, under their names in the whole model.
+        write_files: (the model, the folder that is written) writes their files.
+        usage: (the model, whether an adapter is written) -> the section of `README.md` on how to
+            use the model, if it is another one; None: the usual one.
+    """
+
+    weights: Callable[[PreTrainedModel], Mapping[str, Tensor]]
+    write_files: Callable[[PreTrainedModel, Path], None]
+    usage: Callable[[PreTrainedModel, bool], str | None]
 
 
 @dataclass(frozen=True)
@@ -64,15 +75,15 @@ class SavedForm:
         ends: tokens that end a response, besides the tokenizer's EOS; `generate` of plain
             transformers stops at them.
         merge: merge an adapter instead of writing its folder.
-        card: makes the text of `README.md` from whether an adapter is written and whether the
-            tokenizer has a chat template; None: there is none.
+        card: makes the text of `README.md` from whether an adapter is written, whether the
+            tokenizer has a chat template, and the `usage` of `beside`; None: there is none.
         dtype: number format; None: that of the weights.
         beside: what is written with a whole model.
     """
 
     ends: Sequence[int] = ()
     merge: bool = True
-    card: Callable[[bool, bool], str] | None = None
+    card: Callable[[bool, bool, str | None], str] | None = None
     dtype: torch.dtype | None = None
     beside: Sequence[SavedBeside] = ()
 
@@ -272,11 +283,14 @@ def write_model(
             else:
                 whole_state = merged_state(model, state)
                 for beside in form.beside:
-                    whole_state |= beside(model, unfinished)
+                    whole_state |= beside.weights(model)
+                    beside.write_files(model, unfinished)
                 _write_whole_model(model, whole_state, unfinished, is_lm)
             save_tokenizer(tokenizer, unfinished)
             if form.card is not None:
-                text = form.card(as_adapter, tokenizer.chat_template is not None)
+                usages = [beside.usage(model, as_adapter) for beside in form.beside]
+                usage = next(filter(None, usages), None)
+                text = form.card(as_adapter, tokenizer.chat_template is not None, usage)
                 (unfinished / "README.md").write_text(text, encoding="utf-8")
         _make_readable(unfinished)
         # An earlier run may have left the other form, as which the folder would be read.

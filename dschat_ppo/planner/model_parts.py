@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.algorithms.fused_logprobs import HALF
 from dschat_ppo.config.step_config import StepConfig
@@ -31,6 +31,7 @@ from dschat_ppo.models.architectures import (
 )
 from dschat_ppo.models.backbone import attention_is_replaceable, position_arguments
 from dschat_ppo.models.fast_layers import use_fast_layers
+from dschat_ppo.models.lm_kinds import kind_of_lm
 from dschat_ppo.models.loading import AS_SAVED, DTYPES, ModelChanges, load_config
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.rollout.cache_memory import cached_bytes
@@ -135,7 +136,8 @@ def _count_sizes(
             model: Any = kind(config_for(kind, config)).to(DTYPES[dtype])
         else:
             # a copy, in which transformers notes the format
-            model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=DTYPES[dtype])
+            lm_kind = kind_of_lm(config, changes.kinds)
+            model = lm_kind.build(deepcopy(config), dtype=DTYPES[dtype])
     with_kernels = tuple(operations.DTYPES)
     if on_gpu:
         with_kernels = HALF  # Triton's, if they agree with PyTorch there

@@ -56,11 +56,18 @@ print(model(**inputs).logits[0, 0].item())
 """
 
 
-def model_card(config: StepConfig, role: str, is_adapter: bool, has_template: bool) -> str:
+def model_card(
+    config: StepConfig,
+    role: str,
+    is_adapter: bool,
+    has_template: bool,
+    other_usage: str | None = None,
+) -> str:
     """The card of the model that `role` of `config.models` has become: what it started from, the
     step that trained it, its data, how to use it, and the flags that differ from their defaults. Of
     paths it has the last part alone. `is_adapter`: its folder holds an adapter, not a whole model;
-    `has_template`: its tokenizer has a chat template."""
+    `has_template`: its tokenizer has a chat template; `other_usage`: how it is used, if not as
+    other models."""
     method, is_language_model = _method(config, role)
     _, base = config.models[role]
     library, _, _ = _LOADED[is_language_model, is_adapter]
@@ -76,7 +83,7 @@ def model_card(config: StepConfig, role: str, is_adapter: bool, has_template: bo
         if name not in LEFT_OUT and value != defaults.get(name):
             rows.append(f"| `--{name}` | `{json.dumps(_without_folders(value))}` |")
     flags = "\n".join(rows)
-    usage = _usage(is_language_model, is_adapter, has_template)
+    usage = other_usage or _usage(is_language_model, is_adapter, has_template)
     return (
         f"---\n{front_matter}---\n\n# {_name(base)}, trained further\n\nThe {role} of a run of"
         f" dschat_ppo ({method}). It started from `{_name(base)}` and was trained on {data}.\n\n"

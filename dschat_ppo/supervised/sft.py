@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dschat_ppo.common.paths import shown_path
 from dschat_ppo.config.supervised_config import SFTConfig
 from dschat_ppo.data.batches import SFTBatch, collate_sft
 from dschat_ppo.engine.build_engine import eval_engine, frozen_policy, require_whole_distributions
@@ -141,4 +142,6 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     if terms:
         require_whole_distributions([trainer.engine, *further.values()])
     next_command = tool_command("chat", ["--model", str(run.output)])
+    if model.given_source is not None:  # which chat does not give
+        next_command = f"{shown_path(run.output / 'README.md')} says how to use the model"
     return train_and_save(trainer, run, next_command, further)

@@ -53,13 +53,13 @@ class RowImages:
         """Those that hold no images."""
         return list(columns_left(self.places, columns))
 
-    def taken_out(self, row: Row) -> tuple[Row, list[ImageFile]]:
+    def taken_out(self, row: Row) -> tuple[Row, list[Any]]:
         """See `ImagePlaces`."""
         return self.places.taken_out(row)
 
-    def placed(self, example: Example, items: list[ImageFile]) -> tuple[Example, list[ImageFile]]:
-        """The example with a mark for each image in its prompt: images without a place come before
-        the first text of the user."""
+    def placed(self, example: Example, items: list[Any]) -> tuple[Example, list[ImageFile]]:
+        """The example with a mark for each image in its prompt, and their files. Images without a
+        place come before the first text of the user."""
         texts = [str(answer) for answer in example.answers]
         if any(map(has_marks, texts)):
             raise UserError("the answer holds an image; a model answers in text")
@@ -73,8 +73,9 @@ class RowImages:
             raise UserError("an answer in the prompt holds an image; a model answers in text")
         marks = [mark for message in prompt for mark in MARK.findall(message["content"])]
         if marks:
-            return example, [items[index_of(mark)] for mark in marks]
-        return replace(example, prompt=_with_images_first(prompt, len(items))), items
+            return example, [self.places.file_of(items[index_of(mark)]) for mark in marks]
+        files = [self.places.file_of(item) for item in items]
+        return replace(example, prompt=_with_images_first(prompt, len(items))), files
 
     def expanded(self, ids: EncodedExample, items: list[ImageFile]) -> EncodedExample:
         """The ids with all tokens of each image in place of its placeholder. `UserError`: a text

@@ -78,10 +78,10 @@ class ImagePlaces:
             return name == self.column
         return name in COLUMNS
 
-    def taken_out(self, row: Row) -> tuple[Row, list[ImageFile]]:
-        """The row without its images, with marks in their places, and the images by the numbers of
-        these marks. Images without a place come last. `UserError`: a place without an image, or an
-        image that cannot be read."""
+    def taken_out(self, row: Row) -> tuple[Row, list[Any]]:
+        """The row without its images, with marks in their places, and what it says of each image,
+        by the numbers of these marks. Images without a place come last. `UserError`: a place
+        without an image, or an image without a place where others have one."""
         waiting = [value for name in row if self.is_column(name) for value in _listed(row[name])]
         walk = _Walk(waiting)
         bare_row = Row()
@@ -99,10 +99,10 @@ class ImagePlaces:
         values = walk.images + walk.waiting
         if len(values) > MOST_MARKS:
             raise UserError(f"the row has {len(values)} images; at most {MOST_MARKS} can be read")
-        return bare_row, [self.file_of(value) for value in values]
+        return bare_row, values
 
     def file_of(self, value: Any) -> ImageFile:
-        """The file of an image, which a row names or holds."""
+        """The file of an image, which a row names or holds. `UserError`: it cannot be read."""
         if isinstance(value, dict):
             return self._file_of_object(value)
         if not isinstance(value, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,65 @@ from dschat_ppo.features.images.tower import load_tower, sees_images
 from dschat_ppo.models.saving import SavedBeside
 from dschat_ppo.models.tokenizers import read_tokenizer
 
+_USAGE = """\
+## How to use it
+
+```python
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+{imports}
+folder = "."  # this folder, or its name on the hub
+{model}
+processor = AutoProcessor.from_pretrained({processor})  # of some models it needs torchvision
+parts = [{{"type": "image"}}, {{"type": "text", "text": "What is this?"}}]
+messages = [{{"role": "user", "content": parts}}]
+text = processor.apply_chat_template(messages, add_generation_prompt=True)
+inputs = processor(text=text, images=[Image.open("picture.png")], return_tensors="pt")
+output = model.generate(**inputs, max_new_tokens=100)
+print(processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+```
+"""
+
 
 def beside_of(config: StepConfig) -> SavedBeside | None:
     """What is written beside the decoder of a model that sees images."""
     if not isinstance(config, SFTConfig):
         return None
+    return SavedBeside(_tower_weights, partial(_write_processor, config), _usage)
 
-    def tower_and_processor(model: PreTrainedModel, folder: Path) -> Mapping[str, Tensor]:
-        if not sees_images(model.config):
-            return {}
-        source = str(model.name_or_path)
-        tokenizer = read_tokenizer(source, "--model_name_or_path")
-        processor_of(config, model.config, source, tokenizer).save_settings(folder)
-        dtype: Any = model.config.dtype  # that of the weights that are written
-        return load_tower(source, dtype, torch.device("cpu")).weights()
 
-    return tower_and_processor
+def _source_of(model: PreTrainedModel) -> str:
+    """The folder that the model was loaded from."""
+    return str(model.name_or_path)
+
+
+def _tower_weights(model: PreTrainedModel) -> Mapping[str, Tensor]:
+    """The weights of the tower, from the folder that the model was loaded from."""
+    if not sees_images(model.config):
+        return {}
+    dtype: Any = model.config.dtype  # that of the weights that are written
+    return load_tower(_source_of(model), dtype, torch.device("cpu")).weights()
+
+
+def _write_processor(config: SFTConfig, model: PreTrainedModel, folder: Path) -> None:
+    """Write the files of the processor, with the settings of the flags."""
+    if not sees_images(model.config):
+        return
+    source = _source_of(model)
+    tokenizer = read_tokenizer(source, "--model_name_or_path")
+    processor_of(config, model.config, source, tokenizer).save_settings(folder)
+
+
+def _usage(model: PreTrainedModel, is_adapter: bool) -> str | None:
+    """How to use a model that sees images."""
+    if not sees_images(model.config):
+        return None
+    if not is_adapter:
+        loaded = "model = AutoModelForImageTextToText.from_pretrained(folder)"
+        return _USAGE.format(imports="", model=loaded, processor="folder")
+    loaded = (
+        f'base = "{Path(_source_of(model)).name}"  # the folder or hub name of the base model\n'
+        "model = AutoModelForImageTextToText.from_pretrained(base)\n"
+        "model = PeftModel.from_pretrained(model, folder)"
+    )
+    return _USAGE.format(imports="from peft import PeftModel\n", model=loaded, processor="base")

@@ -1,0 +1,276 @@
+"""Images in data rows: where they may stand, files that cannot be used, their tokens, and the
+length limit."""
+
+import base64
+import io
+
+import pytest
+from features.images.image_runs import prepared, write_pictures, write_rows
+from PIL import Image
+from tiny_vlms import FAMILIES, noise, save_tiny_vlm
+
+from dschat_ppo.data.content_marks import mark_of
+from dschat_ppo.data.templates import render
+from dschat_ppo.errors import UserError
+from dschat_ppo.features.images.content import IMAGES, SPANS
+from dschat_ppo.features.images.processors import decoded_image, load_processor
+from dschat_ppo.features.images.references import ImageFile, ImagePlaces
+from dschat_ppo.models.loading import load_config
+from dschat_ppo.models.tokenizers import load_tokenizer
+
+QUESTION = "what is the colour of this picture ?"
+PATH = "a.png"
+
+
+@pytest.fixture(scope="module")
+def vlms(tmp_path_factory):
+    """Family -> folder of a tiny model."""
+    folder = tmp_path_factory.mktemp("vlms")
+    return {family: save_tiny_vlm(folder / family, family) for family in FAMILIES}
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    write_pictures(tmp_path)
+    return tmp_path
+
+
+def as_url(path):
+    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def talk(*content, answer="red"):
+    return {
+        "messages": [
+            {"role": "user", "content": list(content)},
+            {"role": "assistant", "content": answer},
+        ]
+    }
+
+
+TEXT = {"type": "text", "text": QUESTION}
+
+
+def rows_of_every_form(folder):
+    """Rows that all ask the same about `a.png`."""
+    url = as_url(folder / PATH)
+    return [
+        talk({"type": "image", "image": PATH}, TEXT),
+        talk({"type": "image", "path": PATH}, TEXT),
+        talk({"type": "image", "url": url}, TEXT),
+        talk({"type": "image", "base64": url.partition(",")[2]}, TEXT),
+        talk({"type": "image_url", "image_url": {"url": url}}, TEXT),
+        talk({"type": "image"}, TEXT) | {"images": [PATH]},
+        talk({"type": "text", "text": f"<image>{QUESTION}"}) | {"image": PATH},
+        talk(TEXT) | {"image": {"path": PATH}},
+        talk(TEXT) | {"images": f'["{PATH}"]'},
+    ]
+
+
+def test_the_same_picture_in_every_place_gives_the_same_tokens(vlms, pictures):
+    data = write_rows(pictures, rows_of_every_form(pictures))
+    rows, *_ = prepared(vlms["idefics3"], data, "--bad_rows", "error")
+    assert len(rows) == 9
+    for name in ("prompt_ids", "answers", SPANS, "digest"):
+        assert all(row[name] == rows[0][name] for row in rows), name
+    assert {ImageFile.of(row[IMAGES][0]).sha for row in rows} == {
+        ImageFile.of(rows[0][IMAGES][0]).sha
+    }
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"image": PATH, "prompt": QUESTION, "response": "red"},
+        {"image": PATH, "instruction": QUESTION, "output": "red"},
+        {"image": PATH, "question": QUESTION, "answer": "red"},
+        {"picture": PATH, "prompt": QUESTION, "response": "red"},
+        {
+            "image": PATH,
+            "conversations": [
+                {"from": "human", "value": f"<image>{QUESTION}"},
+                {"from": "gpt", "value": "red"},
+            ],
+        },
+    ],
+    ids=["prompt", "alpaca", "question", "named column", "sharegpt"],
+)
+def test_a_column_of_images_beside_every_form(vlms, pictures, row):
+    data = write_rows(pictures, [row])
+    further = ["--image_column", "picture"] if "picture" in row else []
+    [token_row], _, tokenizer = prepared(vlms["qwen3_vl"], data, *further)
+    text = tokenizer.decode(token_row["prompt_ids"])
+    assert text.count("<|image_pad|>") == 16  # 32 x 32 in patches of 4, joined 2 x 2
+    [[start, end]] = token_row[SPANS]
+    assert end - start == 16
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_ids_are_those_of_the_processor_of_the_family(vlms, pictures, family):
+    row = talk({"type": "image", "image": "b.png"}, TEXT, {"type": "image", "image": "c.png"}, TEXT)
+    [token_row], _, tokenizer = prepared(vlms[family], write_rows(pictures, [row]))
+    config = load_config(str(vlms[family]), "model")
+    processor = load_processor(config, str(vlms[family]), tokenizer, {}, None)
+    text = tokenizer.apply_chat_template(
+        row["messages"][:1], tokenize=False, add_generation_prompt=True
+    )
+    images = [Image.open(pictures / name).convert("RGB") for name in ("b.png", "c.png")]
+    encoded = processor._of_texts(text=[text], images=[images], add_special_tokens=False)
+    assert token_row["prompt_ids"] == list(encoded["input_ids"][0])
+
+
+# Bad rows
+
+
+def bad(vlm, pictures, row, *further):
+    """What is said of a row that cannot be used."""
+    data = write_rows(pictures, [row])
+    with pytest.raises(UserError) as raised:
+        prepared(vlm, data, "--bad_rows", "error", *further)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("image", "words"),
+    [
+        ("missing.png", "--image_folder"),
+        ("https://example.com/a.png", "not fetched from the web"),
+        ("../a.png", "outside of"),
+        ("/etc/hostname", "outside of"),
+        ("truncated.png", "cannot be decoded"),
+        ("text.png", "cannot be decoded"),
+        ("long.png", "200 times"),
+        (3, "expected a path"),
+        ("data:image/png;base64,!!", "not base64"),
+    ],
+)
+def test_an_image_that_cannot_be_used_is_a_bad_row(vlms, pictures, image, words):
+    content = (pictures / "a.png").read_bytes()
+    (pictures / "truncated.png").write_bytes(content[: len(content) // 2])
+    (pictures / "text.png").write_text("no image")
+    noise(1, 500, 0).save(pictures / "long.png")
+    folder = pictures / "data"
+    folder.mkdir()
+    for name in ("truncated.png", "text.png", "long.png"):
+        (pictures / name).rename(folder / name)
+    row = {"image": image, "prompt": QUESTION, "response": "red"}
+    said = bad(vlms["idefics3"], folder, row)
+    assert words in said and "row 1" in said
+
+
+def test_a_link_does_not_lead_out_of_the_folder(vlms, pictures):
+    folder = pictures / "data"
+    folder.mkdir()
+    (folder / "a.png").symlink_to(pictures / "a.png")
+    row = {"image": "a.png", "prompt": QUESTION, "response": "red"}
+    assert "outside of" in bad(vlms["idefics3"], folder, row)
+    data = write_rows(folder, [row])
+    assert len(prepared(vlms["idefics3"], data, "--image_folder", str(pictures))[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (talk({"type": "image"}, TEXT), "more places for images than images"),
+        (talk({"type": "image"}, TEXT) | {"images": [PATH, PATH]}, "has 2 images"),
+        (talk({"type": "video", "video": "a.mp4"}, TEXT), "'video'"),
+        (talk(TEXT, answer=[{"type": "image", "image": PATH}]), "a model answers in text"),
+        (talk({"type": "text", "text": "what is <image> ?"}), "stands for an image"),
+        (talk(TEXT, answer="<image> red"), "stands for an image"),
+    ],
+)
+def test_places_and_images_that_do_not_fit_are_a_bad_row(vlms, pictures, row, words):
+    assert words in bad(vlms["idefics3"], pictures, row)
+
+
+def test_a_huge_image_is_refused_before_it_is_decoded(vlms, pictures):
+    row = {"image": PATH, "prompt": QUESTION, "response": "red"}
+    said = bad(vlms["idefics3"], pictures, row, "--image_max_source_pixels", "1000")
+    assert "32 x 32 pixels" in said and "--image_max_source_pixels 1000" in said
+
+
+# Decoding
+
+
+def encoded(image, kind="PNG", **settings):
+    file = io.BytesIO()
+    image.save(file, kind, **settings)
+    return file.getvalue()
+
+
+def test_pictures_of_every_kind_become_rgb():
+    red = Image.new("RGB", (4, 2), "red")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    assert decoded_image(encoded(red, "JPEG", exif=exif), 100).size == (2, 4)
+    assert decoded_image(encoded(red.convert("CMYK"), "TIFF"), 100).mode == "RGB"
+    clear = Image.new("RGBA", (2, 2), (0, 0, 0, 0))
+    assert decoded_image(encoded(clear), 100).getpixel((0, 0)) == (255, 255, 255)
+    frames = [Image.new("RGB", (2, 2), colour) for colour in ("red", "blue")]
+    animated = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert decoded_image(animated, 100).getpixel((0, 0)) == (255, 0, 0)
+    grey = decoded_image(encoded(Image.new("L", (2, 2), 128)), 100)
+    assert grey.getpixel((1, 1)) == (128, 128, 128)
+
+
+def test_a_file_that_changes_later_is_named(tmp_path):
+    write_pictures(tmp_path)
+    places = ImagePlaces(None, (), str(tmp_path), str(tmp_path / "store"))
+    _, [value] = places.taken_out({"image": PATH, "prompt": QUESTION})
+    file = places.file_of(value)
+    assert ImageFile.of(file.reference).content() == (tmp_path / PATH).read_bytes()
+    noise(32, 32, 9).save(tmp_path / PATH)
+    with pytest.raises(UserError, match=r"a\.png: the image has changed"):
+        file.content()
+    (tmp_path / PATH).unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        file.content()
+
+
+# The length limit
+
+
+@pytest.mark.parametrize(("policy", "first"), [("left", "colour"), ("right", "what")])
+def test_no_image_is_cut(vlms, pictures, policy, first):
+    row = talk({"type": "image", "image": "b.png"}, TEXT)
+    data = write_rows(pictures, [row])
+    [whole], _, tokenizer = prepared(vlms["idefics3"], data)
+    tokens = len(whole["prompt_ids"]) + len(whole["answers"][0])
+    limit = ["--max_seq_len", str(tokens - 3), "--truncation", policy]
+    [cut], *_ = prepared(vlms["idefics3"], data, *limit)
+    assert len(cut["prompt_ids"]) == len(whole["prompt_ids"]) - 3
+    [[start, end]] = cut[SPANS]
+    [[whole_start, whole_end]] = whole[SPANS]
+    expected = whole["prompt_ids"][whole_start:whole_end]
+    assert cut["prompt_ids"][start:end] == expected
+    left = tokenizer.decode(cut["prompt_ids"])
+    words = QUESTION.split()
+    assert (words[0] in left) == (policy == "right")
+    assert left.endswith("<|im_start|> assistant :") and first in left
+
+
+def test_a_row_whose_images_alone_are_too_long_is_dropped(vlms, pictures):
+    short = {"image": "a.png", "prompt": "what ?", "response": "red"}
+    long = {"image": ["a.png", "c.png"], "prompt": "what ?", "response": "red"}
+    data = write_rows(pictures, [short, long])
+    rows, *_ = prepared(vlms["idefics3"], data, "--max_seq_len", "70")
+    assert len(rows) == 1 and len(rows[0][IMAGES]) == 1
+
+
+# Templates
+
+
+@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])
+def test_templates_of_parts_and_of_texts(vlms, family):
+    """SmolVLM's template takes lists of parts alone, Qwen's take texts too."""
+    tokenizer = load_tokenizer(str(vlms[family]), "model")
+    message = {"role": "user", "content": f"first {mark_of(0)} second"}
+    text = render(tokenizer, [message, {"role": "assistant", "content": "red"}], False)
+    place = {"idefics3": " <image>", "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
+    assert f"first {place[family]}" in text and text.endswith(" red <|im_end|>")
+
+
+def test_a_template_without_images_is_refused(vlms, pictures, tmp_path):
+    row = {"image": PATH, "prompt": QUESTION, "response": "red"}
+    said = bad(vlms["qwen3_vl"], pictures, row, "--chat_template", "chatml")
+    assert "chat template" in said

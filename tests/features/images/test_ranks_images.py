@@ -1,0 +1,85 @@
+"""Step 1 with images on two ranks, as a user would run it: ZeRO stages, packed rows, LoRA, and a
+run that is stopped and resumed."""
+
+import pytest
+import torch
+from features.images.image_runs import flags, write_pictures, write_rows
+from launch import numbers_of, run_steps
+from safetensors.torch import load_file
+from tiny_vlms import save_tiny_vlm
+
+pytestmark = pytest.mark.ranks
+
+QUESTION = "what is the colour of this picture ?"
+ROWS = [
+    {"image": "a.png", "prompt": QUESTION, "response": "red"},
+    {"image": None, "prompt": "what is red ?", "response": "this colour"},
+    {"image": ["b.png", "c.png"], "prompt": "first <image> second <image> ?", "response": "no"},
+    {"image": None, "prompt": "what is big ?", "response": "this circle"},
+    {"image": None, "prompt": "what is small ?", "response": "this square"},
+    {"image": "d.png", "prompt": QUESTION, "response": "green circle"},
+    {"image": None, "prompt": "what is blue ?", "response": "a colour"},
+    {"image": "a.png", "prompt": QUESTION, "response": "yellow"},
+]
+# 8 rows, one for each rank in a step: in some steps one rank has no image
+SIZES = ["--per_device_train_batch_size", "1", "--learning_rate", "1e-3", "--max_steps", "6"]
+SIZES += ["--num_warmup_steps", "0"]
+
+
+def losses(folder):
+    return [line["loss"] for line in numbers_of(folder) if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Name of a run -> its folder."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_pictures(folder)
+    data = write_rows(folder, ROWS)
+    vlms = {}
+    for family in ("idefics3", "qwen3_vl"):
+        vlms[family] = save_tiny_vlm(folder / family, family)
+    cases = {}
+    for name, family, stage, further in (
+        ("zero0", "idefics3", 0, []),
+        ("zero3", "idefics3", 3, []),
+        ("resumed", "idefics3", 3, ["--image_cache_gb", "0"]),
+        ("packed", "idefics3", 0, ["--packing", "True", "--max_seq_len", "96"]),
+        ("lora", "idefics3", 0, ["--lora_dim", "4", "--only_optimize_lora", "True"]),
+        ("qwen", "qwen3_vl", 3, []),
+    ):
+        words = [*flags(vlms[family], data, "--eval_data_path", str(data)), *SIZES, *further]
+        words += ["--output_dir", str(folder / name), "--zero_stage", str(stage)]
+        cases[name] = ("sft", words)
+        if name == "resumed":
+            cases[name] = ("sft", words, ["step_000003", None])
+    ended = run_steps(cases, folder)
+    for name in cases:
+        last = ended[name][-1] if isinstance(ended[name], list) else ended[name]
+        assert last["error"] is None, (name, last)
+    return folder
+
+
+def test_all_zero_stages_give_the_same_losses(runs):
+    torch.testing.assert_close(losses(runs / "zero0"), losses(runs / "zero3"), atol=1e-5, rtol=0)
+    assert len(losses(runs / "qwen")) == 6
+
+
+def test_a_resumed_run_has_the_bits_of_the_whole_one(runs):
+    """Also without a cache of what the tower made."""
+    assert numbers_of(runs / "resumed") == numbers_of(runs / "zero3")
+    whole = load_file(runs / "zero3/model.safetensors")
+    resumed = load_file(runs / "resumed/model.safetensors")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize(("name", "family"), [("zero3", "idefics3"), ("qwen", "qwen3_vl")])
+def test_the_saved_model_is_the_whole_one_with_another_decoder(runs, name, family):
+    before = load_file(runs / family / "model.safetensors")
+    after = load_file(runs / name / "model.safetensors")
+    assert before.keys() == after.keys()
+    of_tower = {key for key in before if "language_model" not in key and "text_model" not in key}
+    of_tower.discard("lm_head.weight")
+    assert of_tower
+    for key in before:
+        assert torch.equal(before[key], after[key]) == (key in of_tower), key
