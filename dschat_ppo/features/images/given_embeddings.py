@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.config.supervised_config import SFTConfig
 from dschat_ppo.features.images.flags import ImageFlags
-from dschat_ppo.features.images.image_store import ImageStore
 from dschat_ppo.features.images.step_data import MODEL, processor_of
 from dschat_ppo.features.images.tower import load_tower, sees_images
 from dschat_ppo.models.loading import DTYPES, load_config
+
+if TYPE_CHECKING:
+    from dschat_ppo.features.images.image_store import ImageStore
 
 
 def source_of(
@@ -21,6 +25,9 @@ def source_of(
     model_config = load_config(folder, MODEL)
     if not sees_images(model_config):
         return None
+    # not at the top: it imports Pillow
+    from dschat_ppo.features.images.image_store import ImageStore
+
     flags = config.of(ImageFlags)
     processor = processor_of(config, model_config, folder, tokenizer)
     tower = load_tower(folder, DTYPES[config.run.dtype], device)

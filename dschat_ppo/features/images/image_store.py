@@ -17,7 +17,7 @@ from dschat_ppo.features.images.content import IMAGES, SPANS
 from dschat_ppo.features.images.inputs import ImageInputs
 from dschat_ppo.features.images.processors import ImageProcessor, decoded_image
 from dschat_ppo.features.images.references import ImageFile
-from dschat_ppo.features.images.tower import ImageFeatures, ImageTower
+from dschat_ppo.features.images.tower import ImageFeatures, ImageTower, joined_features
 
 _PROBE_COLUMNS = (1, 2, 3, 4)  # of a probe, that stand for an image
 
@@ -57,18 +57,18 @@ class ImageStore:
         columns = torch.arange(input_ids.shape[1])
         positions = columns.expand(3, *input_ids.shape).clone()
         has_axes = False
-        begins = dict[tuple[str, ...], int]()  # of the features of distinct rows
-        distinct = list[ImageFeatures]()
+        distinct = dict[tuple[str, ...], RowFeatures]()
+        begins = dict[tuple[str, ...], int]()  # of these among the features of all
         tokens = 0
         for row, record in enumerate(records):
             references = tuple(record.get(IMAGES) or ())
             if not references:
                 continue
-            row_features = self._of_row(references)
-            if references not in begins:
+            if references not in distinct:
+                distinct[references] = self._of_row(references)
                 begins[references] = tokens
-                distinct.append(row_features.features)
-                tokens += len(row_features.features.states)
+                tokens += len(distinct[references].features.states)
+            row_features = distinct[references]
             is_image = _image_tokens(input_ids[row], record, self._processor.placeholder_id)
             count = len(row_features.features.states)
             if int(is_image.sum()) != count:
@@ -82,10 +82,7 @@ class ImageStore:
             if axes is not None:
                 positions[:, row] = axes
                 has_axes = True
-        layers = zip(*(features.deepstack for features in distinct), strict=True)
-        joined = ImageFeatures(
-            torch.cat([features.states for features in distinct]), tuple(map(torch.cat, layers))
-        )
+        joined = joined_features([row_features.features for row_features in distinct.values()])
         inputs = ImageInputs(joined, index, positions if has_axes else None)
         return inputs.to(self._tower.device)
 

@@ -5,7 +5,7 @@ the data."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +36,13 @@ class ImageFeatures:
     def bytes(self) -> int:
         """The memory that the numbers take."""
         return sum(tensor.nbytes for tensor in (self.states, *self.deepstack))
+
+
+def joined_features(features: Sequence[ImageFeatures]) -> ImageFeatures:
+    """Those of several rows, one after another."""
+    states = torch.cat([of_row.states for of_row in features])
+    layers = zip(*(of_row.deepstack for of_row in features), strict=True)
+    return ImageFeatures(states, tuple(torch.cat(layer) for layer in layers))
 
 
 def sees_images(config: PretrainedConfig) -> bool:
