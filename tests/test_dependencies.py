@@ -17,11 +17,12 @@ NAMES = {  # import -> package
     "yaml": "pyyaml",
     "huggingface_hub": "huggingface-hub",
     "math_verify": "math-verify",
+    "PIL": "pillow",
     "httpx": "huggingface-hub",
     "httpx2": "huggingface-hub",  # which requires one of them
 }
 # imported inside a function, after a check that the extra is installed
-OPTIONAL = {"fastapi", "math_verify", "peft", "trackio", "uvicorn", "wandb"}
+OPTIONAL = {"PIL", "fastapi", "math_verify", "peft", "trackio", "uvicorn", "wandb"}
 
 
 def name_of(requirement: str) -> str:
