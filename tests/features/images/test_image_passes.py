@@ -15,6 +15,7 @@ from dschat_ppo.features.images.processors import decoded_image
 from dschat_ppo.features.images.references import ImageFile
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.loading import changes_to_train, load_causal_lm
+from dschat_ppo.models.pass_rows import PassRows
 from dschat_ppo.models.wrapped_models import PolicyModel
 
 WAYS = {
@@ -109,12 +110,11 @@ def test_a_probe_with_an_image_selects_packed_rows_with_shared_prompts(trained):
     assert seen and all(seen)
 
 
-def test_rows_that_differ_in_their_pictures_alone_stay_apart(trained):
-    """`common_beginnings` of ids would merge the first and the third row."""
+def test_prompts_with_the_same_ids_and_other_pictures_are_not_merged(trained):
+    """Rows with `a.png` and `d.png` have equal prompts of ids; two rows with `a.png` share theirs."""
     policy, batch, *_ = trained
-    lengths = batch.lengths
-    rows = [index for index, length in enumerate(lengths) if length == lengths.max()]
-    keys = batch.given.keys(batch.input_ids)
-    distinct = {tuple(key) for key in keys[:, :16].tolist()}
-    assert len(distinct) > len({tuple(ids) for ids in batch.input_ids[:, :16].tolist()})
-    assert rows
+    layout = replace(policy.layout, packed=True, shares=True)
+    of_ids = PassRows.of_targets(batch.input_ids, batch.loss_mask, layout)
+    rows = PassRows.of_targets(batch.input_ids, batch.loss_mask, layout, batch.given)
+    read = int((batch.lengths - 1).sum())  # the last token of a row predicts nothing
+    assert len(of_ids.packed.slots) < len(rows.packed.slots) < read
