@@ -238,17 +238,12 @@ def _rows_of_example(
         example = _with_tools(example, step.tools)
     if example.variables:
         check_variables(tokenizer, example)
-    hashed_items = list[str]()
     if step.content is not None:
         example, items = step.content.placed(example, items)
-        hashed_items = step.content.hashed(items)
     ids = encode_example(tokenizer, example, step.all_turns)
     if step.content is not None:
         ids = step.content.expanded(ids, items)
-    if any(len(answer) <= 1 for answer in ids.answers):
-        raise UserError("the answer is empty: it has only the final token")
-    if not ids.prompt and example.prompt != "":
-        raise UserError("the prompt is empty")
+    _require_tokens(ids, example)
     row_answers = list[list[int]]()
     if step.use == "prompt":  # its answers are not part of the prompt that the limit is for
         row_answers = ids.answers
@@ -262,8 +257,8 @@ def _rows_of_example(
         measured = fitted if outcome == Fitted.BLOCKS else ids
         longest = max((len(answer) for answer in measured.answers), default=0)
         besides_tokens = [str(value) for value in (example.margin, *_hashed(columns), *row_answers)]
-        besides_tokens += hashed_items
         if step.content is not None:
+            besides_tokens += step.content.hashed(items)
             columns |= step.content.values(fitted, items)
         token_rows.append(
             {
@@ -279,6 +274,14 @@ def _rows_of_example(
             }
         )
     return token_rows
+
+
+def _require_tokens(ids: EncodedExample, example: Example) -> None:
+    """Refuse an example whose prompt or answer has no token."""
+    if any(len(answer) <= 1 for answer in ids.answers):
+        raise UserError("the answer is empty: it has only the final token")
+    if not ids.prompt and example.prompt != "":
+        raise UserError("the prompt is empty")
 
 
 def _hashed(columns: dict[str, Any]) -> list[Any]:

@@ -91,8 +91,8 @@ class SavedForm:
 def parts_beside(config: StepConfig) -> list[SavedBeside]:
     """What features write with a whole model. A feature offers `saved_parts.beside_of(config)`, a
     `SavedBeside` or None."""
-    parts = [beside_of(config) for beside_of in hooks("saved_parts.beside_of")]
-    return [beside for beside in parts if beside is not None]
+    beside_models = [beside_of(config) for beside_of in hooks("saved_parts.beside_of")]
+    return [beside for beside in beside_models if beside is not None]
 
 
 def saves_whole_model(config: StepConfig, prefix: str) -> bool:
@@ -289,8 +289,8 @@ def write_model(
             save_tokenizer(tokenizer, unfinished)
             if form.card is not None:
                 usages = [beside.usage(model, as_adapter) for beside in form.beside]
-                usage = next(filter(None, usages), None)
-                text = form.card(as_adapter, tokenizer.chat_template is not None, usage)
+                other_usage = next(filter(None, usages), None)
+                text = form.card(as_adapter, tokenizer.chat_template is not None, other_usage)
                 (unfinished / "README.md").write_text(text, encoding="utf-8")
         _make_readable(unfinished)
         # An earlier run may have left the other form, as which the folder would be read.

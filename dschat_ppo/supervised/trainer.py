@@ -96,12 +96,7 @@ class SupervisedTrainer(Generic[Batch]):
         )
         self.passes = passes_for(rows.train, fit.max_seq_len)
         self.objective = objective
-        self.saved_form = SavedForm(
-            merge=saves_whole_model(config, ""),
-            card=partial(model_card, config, "model"),
-            dtype=saved_dtype(model, config.run.save_dtype),
-            beside=parts_beside(config),
-        )
+        self.saved_form = saved_form(model, config)
         self.clock = PhaseClock()
         self.steps = 0  # optimizer steps done
         # evaluation of the untrained model; None: not evaluated yet
@@ -454,6 +449,16 @@ class SupervisedTrainer(Generic[Batch]):
         self.nonfinite.load_state_dict(shared["nonfinite"])
         self.health.load_state_dict(shared["health"])
         read_on(self.rows.train, shared.get("data"))
+
+
+def saved_form(model: WrappedModel, config: FitConfig) -> SavedForm:
+    """How the trained model is written, but for the ends of its answers."""
+    return SavedForm(
+        merge=saves_whole_model(config, ""),
+        card=partial(model_card, config, "model"),
+        dtype=saved_dtype(model, config.run.save_dtype),
+        beside=parts_beside(config),
+    )
 
 
 def fit_ds_config(config: FitConfig) -> Config:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -201,8 +201,7 @@ def export_role(
     module = module.to(number_format)
     if dtype is None:
         state = cast_weights(state, saved_dtype(module, run.config.run.save_dtype), folder)
-    card = partial(model_card, run.config, trained_role)
-    form = SavedForm(answer_ends(tokenizer), merge, card, beside=parts_beside(run.config))
+    form = _saved_form(run, trained_role, answer_ends(tokenizer), merge)
     problem = write_model(module, state, tokenizer, folder, config_entries, form)
     if problem is not None:
         raise StorageError(problem)
@@ -226,6 +225,12 @@ def _check_same_weights(
             f" {differing[0]}); name the model from which the run started by --model or"
             " --critic_model"
         )
+
+
+def _saved_form(run: SavedRun, role: str, ends: Sequence[int], merge: bool) -> SavedForm:
+    """How the model of a role is written; arguments as `SavedForm`."""
+    card = partial(model_card, run.config, role)
+    return SavedForm(ends, merge, card, beside=parts_beside(run.config))
 
 
 def _check_finite(state: Mapping[str, Tensor], dtype: str, role: str) -> None:

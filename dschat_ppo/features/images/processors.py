@@ -165,8 +165,8 @@ def _processor_settings(folder: str) -> dict[str, Any]:
         return {}
     with reading(f"{path}: cannot be used"):
         settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    parts = ("image_processor", "video_processor", "tokenizer", "feature_extractor")
-    return {name: value for name, value in settings.items() if name not in parts}
+    processors = ("image_processor", "video_processor", "tokenizer", "feature_extractor")
+    return {name: value for name, value in settings.items() if name not in processors}
 
 
 def load_processor(
@@ -208,7 +208,7 @@ def _size_within(processor: ImageProcessor, max_pixels: int | None) -> dict[str,
     """The `size` of Qwen's processors, the least and the most pixels of an image, with another
     most."""
     size = dict(processor._of_images.size)
-    own = int(size.get("longest_edge") or MOST_PIXELS)
-    most = max_pixels or min(own, MOST_PIXELS)
+    of_model = int(size.get("longest_edge") or MOST_PIXELS)
+    most = max_pixels or min(of_model, MOST_PIXELS)
     least = min(int(size.get("shortest_edge") or 1), most)
     return {"shortest_edge": least, "longest_edge": most}

@@ -82,7 +82,7 @@ class ImagePlaces:
         """The row without its images, with marks in their places, and what it says of each image,
         by the numbers of these marks. Images without a place come last. `UserError`: a place
         without an image, or an image without a place where others have one."""
-        waiting = [value for name in row if self.is_column(name) for value in _listed(row[name])]
+        waiting = [value for name in row if self.is_column(name) for value in _images_in(row[name])]
         walk = _Walk(waiting)
         bare_row = Row()
         for name, value in row.items():
@@ -158,7 +158,7 @@ class ImagePlaces:
         return ImageFile(str(path), sha)
 
 
-def _listed(value: Any) -> list[Any]:
+def _images_in(value: Any) -> list[Any]:
     """The images in a column: one, several, or none."""
     parsed = json_value(value)
     if parsed in (None, "", [], {}):
@@ -208,8 +208,8 @@ class _Walk:
         if kind in _OTHER_MEDIA:
             raise UserError(f"a message has a part of type '{kind}'; images and text can be used")
         if kind in _PART_TYPES:
-            own = {key: value[key] for key in _PART_KEYS if value.get(key) is not None}
-            return {"type": "text", "text": self._mark(own or None)}
+            held = {key: value[key] for key in _PART_KEYS if value.get(key) is not None}
+            return {"type": "text", "text": self._mark(held or None)}
         return {key: self.marked(inner) for key, inner in value.items()}
 
     def _marked_text(self, text: str) -> str:
@@ -222,16 +222,16 @@ class _Walk:
         first, *rest = text.split(PLACE)
         return first + "".join(self._mark(None) + piece for piece in rest)
 
-    def _mark(self, own: Any) -> str:
+    def _mark(self, image: Any) -> str:
         """The mark of the next image: of the place itself, or else the next of the columns."""
         self.used = True
-        if own is None:
+        if image is None:
             if not self.waiting:
                 raise UserError(
                     f"the row has more places for images than images ({len(self.images)})"
                 )
-            own = self.waiting.pop(0)
-        self.images.append(own)
+            image = self.waiting.pop(0)
+        self.images.append(image)
         return mark_of(len(self.images) - 1)
 
 

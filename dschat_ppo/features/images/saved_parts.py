@@ -42,10 +42,10 @@ def beside_of(config: StepConfig) -> SavedBeside | None:
     """What is written beside the decoder of a model that sees images."""
     if not isinstance(config, SFTConfig):
         return None
-    return SavedBeside(_tower_weights, partial(_write_processor, config), _usage)
+    return SavedBeside(_tower_weights, partial(_write_processor, config), _usage_with_images)
 
 
-def _source_of(model: PreTrainedModel) -> str:
+def _start_folder(model: PreTrainedModel) -> str:
     """The folder that the model was loaded from."""
     return str(model.name_or_path)
 
@@ -55,19 +55,19 @@ def _tower_weights(model: PreTrainedModel) -> Mapping[str, Tensor]:
     if not sees_images(model.config):
         return {}
     dtype: Any = model.config.dtype  # that of the weights that are written
-    return load_tower(_source_of(model), dtype, torch.device("cpu")).weights()
+    return load_tower(_start_folder(model), dtype, torch.device("cpu")).weights()
 
 
 def _write_processor(config: SFTConfig, model: PreTrainedModel, folder: Path) -> None:
     """Write the files of the processor, with the settings of the flags."""
     if not sees_images(model.config):
         return
-    source = _source_of(model)
+    source = _start_folder(model)
     tokenizer = read_tokenizer(source, "--model_name_or_path")
     processor_of(config, model.config, source, tokenizer).save_settings(folder)
 
 
-def _usage(model: PreTrainedModel, is_adapter: bool) -> str | None:
+def _usage_with_images(model: PreTrainedModel, is_adapter: bool) -> str | None:
     """How to use a model that sees images."""
     if not sees_images(model.config):
         return None
@@ -75,7 +75,7 @@ def _usage(model: PreTrainedModel, is_adapter: bool) -> str | None:
         loaded = "model = AutoModelForImageTextToText.from_pretrained(folder)"
         return _USAGE.format(imports="", model=loaded, processor="folder")
     loaded = (
-        f'base = "{Path(_source_of(model)).name}"  # the folder or hub name of the base model\n'
+        f'base = "{Path(_start_folder(model)).name}"  # the folder or hub name of the base model\n'
         "model = AutoModelForImageTextToText.from_pretrained(base)\n"
         "model = PeftModel.from_pretrained(model, folder)"
     )

@@ -45,7 +45,7 @@ def read_by_model(
     if model_config.model_type == "smolvlm":
         require_extra("num2words", f"{MODEL} {folder}: SmolVLM's processor")
     content = images_of_rows(config, data, model_config, folder, tokenizer)
-    check_template(tokenizer, content.processor.placeholder)
+    require_place_for_images(tokenizer, content.processor.placeholder)
     data_flags = data.flags
     if data_flags.apply_chat_template is None:
         logger().info("data: the model sees images, so prompts that are text become chat messages")
@@ -89,7 +89,7 @@ def processor_of(
     return load_processor(model_config, base, tokenizer, flags.options, flags.image_max_pixels)
 
 
-def check_template(tokenizer: PreTrainedTokenizerBase, placeholder: str) -> None:
+def require_place_for_images(tokenizer: PreTrainedTokenizerBase, placeholder: str) -> None:
     """Require that the chat template writes one placeholder for an image, and the text beside
     it."""
     message = {"role": "user", "content": mark_of(0) + _PROBE}

@@ -101,7 +101,7 @@ class ImageTower:
                 inputs[name] = value.to(self.device)
         output = self._model.get_image_features(**inputs, return_dict=True)
         layers = getattr(output, "deepstack_features", None) or ()
-        return ImageFeatures(_joined(output.pooler_output), tuple(map(_joined, layers)))
+        return ImageFeatures(_in_one(output.pooler_output), tuple(map(_in_one, layers)))
 
     def positions(
         self, ids: Tensor, is_image: Tensor, pixels: Mapping[str, Tensor]
@@ -124,7 +124,7 @@ class ImageTower:
         return axes[:, 0]
 
 
-def _joined(parts: Any) -> Tensor:
+def _in_one(parts: Any) -> Tensor:
     """The features of the images of a row, which families give as one tensor or as one for each
     image."""
     if isinstance(parts, Tensor):

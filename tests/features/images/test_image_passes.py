@@ -111,7 +111,7 @@ def test_a_probe_with_an_image_selects_packed_rows_with_shared_prompts(trained):
 
 
 def test_prompts_with_the_same_ids_and_other_pictures_are_not_merged(trained):
-    """Rows with `a.png` and `d.png` have equal prompts of ids; two rows with `a.png` share theirs."""
+    """Those with `a.png` and `d.png` have equal ids; two rows with `a.png` share their prompt."""
     policy, batch, *_ = trained
     layout = replace(policy.layout, packed=True, shares=True)
     of_ids = PassRows.of_targets(batch.input_ids, batch.loss_mask, layout)

@@ -123,8 +123,8 @@ def test_models_and_steps_that_take_no_images(folder, tmp_path):
 
 
 def test_a_run_without_images_does_not_need_pillow():
-    """Hooks do not import the modules that need it (`test_dependencies.py`: they do inside functions
-    alone)."""
+    """Hooks do not import the modules that need it, which do so inside functions alone
+    (`test_dependencies.py`)."""
     code = (
         "import sys\n"
         "from dschat_ppo.features import hooks\n"
