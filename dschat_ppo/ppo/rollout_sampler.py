@@ -26,9 +26,10 @@ from dschat_ppo.ppo.rollouts import (
     own_rollouts,
 )
 from dschat_ppo.rollout.cache_memory import rows_for_memory
-from dschat_ppo.rollout.continuous_batching import Partner, never
+from dschat_ppo.rollout.continuous_batching import never
 from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
 from dschat_ppo.rollout.generator import engine_text, generate
+from dschat_ppo.rollout.partners import Partner
 from dschat_ppo.rollout.self_check import choose_engine
 from dschat_ppo.rollout.static_steps import new_recorder
 from dschat_ppo.types import PromptBatch, Rollout, select_rows, to_device

@@ -23,8 +23,9 @@ from dschat_ppo.data.examples import Row
 from dschat_ppo.features import hooks
 from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.rewards.reward_source import RewardSource
-from dschat_ppo.rollout.continuous_batching import Partner, never
+from dschat_ppo.rollout.continuous_batching import never
 from dschat_ppo.rollout.generation_request import GenerationConfig
+from dschat_ppo.rollout.partners import Partner
 from dschat_ppo.types import PromptBatch, Rollout
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,6 +28,7 @@ from dschat_ppo.rollout.kv_cache import (
     RolloutCache,
     RowStates,
 )
+from dschat_ppo.rollout.partners import Partner
 from dschat_ppo.rollout.running_batches import RunningBatches, RunningRows, Sequences
 from dschat_ppo.rollout.running_pool import PooledRows, RunningPool
 from dschat_ppo.rollout.sampling import ASK_DEVICE, NucleusSearch
@@ -49,25 +49,6 @@ CPU_POLL = 1  # the same with a partner, or in exact rollouts, on a CPU, where a
 def never() -> bool:
     """The `cancelled` of a generation that is never cancelled."""
     return False
-
-
-class Partner(Protocol):
-    """What replies to a sequence whenever the model has ended it, so that it goes on: an action of
-    the model, an observation, and so on. A sequence is in its hands from `end_turn` until
-    `observed` returns it."""
-
-    def end_turn(self, sequence: int, ids: list[int], end: int) -> None:
-        """An action has ended. `ids`: its tokens; `end`: index of the last one in the response."""
-
-    def observed(self, wait: bool) -> list[tuple[int, list[int]]]:
-        """Sequences that have a reply, each with the tokens to go on with; none if it is over.
-        `wait`: until there is one."""
-
-    def cut(self, sequence: int, end: int) -> None:
-        """The limit of tokens ended an action at token `end`."""
-
-    def stop(self, sequence: int) -> None:
-        """An observation leaves no token for another action."""
 
 
 class ContinuousBatching:

@@ -20,13 +20,13 @@ from dschat_ppo.rollout.continuous_batching import (
     POLL,
     ContinuousBatching,
     MaxOverRanks,
-    Partner,
     never,
 )
 from dschat_ppo.rollout.fused_layers import can_prepack, fp32_logits, fused
 from dschat_ppo.rollout.generation_request import ENGINES, GenerationConfig, RolloutRequest
 from dschat_ppo.rollout.kv_cache import SPARE, KVCache
 from dschat_ppo.rollout.padded_batches import PaddedBatches
+from dschat_ppo.rollout.partners import Partner
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 from dschat_ppo.rollout.static_steps import StaticMemory, StepRecorder, new_recorder
 from dschat_ppo.rollout.turn_by_turn import generate_turn_by_turn

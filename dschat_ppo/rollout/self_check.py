@@ -24,7 +24,7 @@ from dschat_ppo.models.backbone import (
 )
 from dschat_ppo.models.wrapped_models import vocabulary_size
 from dschat_ppo.rollout.attention import RolloutAttention, attention_replaced
-from dschat_ppo.rollout.continuous_batching import MaxOverRanks, Partner
+from dschat_ppo.rollout.continuous_batching import MaxOverRanks
 from dschat_ppo.rollout.generation_request import (
     ENGINES,
     EngineName,
@@ -33,6 +33,7 @@ from dschat_ppo.rollout.generation_request import (
 )
 from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.kv_cache import KVCache, PrefillMetadata, RolloutCache
+from dschat_ppo.rollout.partners import Partner
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.static_steps import StepRecorder
 from dschat_ppo.types import PromptBatch, Rollout, full_sequences, response_slots

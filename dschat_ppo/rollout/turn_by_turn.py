@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dschat_ppo.rollout.continuous_batching import MaxOverRanks, Partner
+from dschat_ppo.rollout.continuous_batching import MaxOverRanks
 from dschat_ppo.rollout.generation_request import RolloutRequest
+from dschat_ppo.rollout.partners import Partner
 from dschat_ppo.types import FinishReason, PromptBatch, Rollout
 
 # `generate` for one response to each prompt of a batch

@@ -60,9 +60,9 @@ from dschat_ppo.rewards.build_rewards import (
 )
 from dschat_ppo.rewards.learned_reward import model_reward
 from dschat_ppo.rewards.reward_source import RewardMixture, RewardSource
-from dschat_ppo.rollout.continuous_batching import Partner
 from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
 from dschat_ppo.rollout.generator import generate
+from dschat_ppo.rollout.partners import Partner
 from dschat_ppo.rollout.sampling import StoppingCriteria
 from dschat_ppo.rollout.self_check import choose_engine
 from dschat_ppo.tools.chat_model import CheckedModel, checked_models
