@@ -19,6 +19,7 @@ from dschat_ppo.models.backbone import has_states, last_logits_argument, positio
 from dschat_ppo.rollout.attention import RolloutAttention, attention_replaced
 from dschat_ppo.rollout.cache_memory import warn_of_memory
 from dschat_ppo.rollout.decode_kernels import decode_kernel_for
+from dschat_ppo.rollout.exchanges import Exchange, HeldSequences
 from dschat_ppo.rollout.kv_cache import (
     DecodeMetadata,
     KVCache,
@@ -28,13 +29,11 @@ from dschat_ppo.rollout.kv_cache import (
     RolloutCache,
     RowStates,
 )
-from dschat_ppo.rollout.partners import Partner
 from dschat_ppo.rollout.running_batches import RunningBatches, RunningRows, Sequences
 from dschat_ppo.rollout.running_pool import PooledRows, RunningPool
 from dschat_ppo.rollout.sampling import ASK_DEVICE, NucleusSearch
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 from dschat_ppo.rollout.static_steps import StaticDecoder, StaticMemory
-from dschat_ppo.types import FinishReason
 
 MaxOverRanks = Callable[[int], int]
 
@@ -55,7 +54,8 @@ class ContinuousBatching:
     """Generates all sequences of `buffers`, at most `rows` at a time. The model is in eval mode and
     has whole weights, or ZeRO-3 hooks that gather each layer. `max_over_ranks`, `cancelled`: see
     `generate`. `memory`: of decode steps at fixed addresses, of a poll of tokens each time; None:
-    steps over growing batches. `partner`: lets sequences go on, with `memory`."""
+    steps over growing batches. `exchange_of`: makes the exchange with a partner, which lets
+    sequences go on, with `memory`."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class ContinuousBatching:
         max_over_ranks: MaxOverRanks | None = None,
         cancelled: Callable[[], bool] = never,
         memory: StaticMemory | None = None,
-        partner: Partner | None = None,
+        exchange_of: Callable[[HeldSequences], Exchange] | None = None,
     ):
         self.model = model
         self.buffers = buffers
@@ -80,31 +80,27 @@ class ContinuousBatching:
             self.states = RowStates()
         self.cancelled = cancelled
         self.memory = memory
-        self.partner = partner
         self.sequences = Sequences(
             prompts=np.arange(buffers.count) // buffers.samples,
             prompt_lengths=buffers.prompt_lengths[:-1].cpu().numpy(),
             limits=buffers.limits[:-1].cpu().numpy(),
         )
-        # whether a sequence is in the hands of `partner`
-        self.with_partner = np.zeros(buffers.count, dtype=bool)
-        self.without_rows = set[int]()  # sequences there that lost their rows meanwhile
-        # of `partner`, that are not in the buffers yet
-        self.observations = list[tuple[int, list[int]]]()
-        # longest prompts first; sequences of one prompt together
-        self.waiting = np.argsort(-self.sequences.prompt_lengths, kind="stable")
+        self.exchange: Exchange | None = None
         self.running: RunningBatches | RunningPool
         self.decoder: StaticDecoder | None = None
         if memory is None:
             self.running = RunningBatches(self.sequences, MIN_SHARED_TOKENS)
         else:
             poll = POLL
-            if self.device.type == "cpu" and (partner is not None or exact_rollouts()):
+            if self.device.type == "cpu" and (exchange_of is not None or exact_rollouts()):
                 poll = CPU_POLL
             self.running = RunningPool(
                 self.sequences, memory.pool, memory.most_slots, poll, MIN_SHARED_TOKENS
             )
             self.decoder = self._build_decoder(memory, poll)
+            if exchange_of is not None:
+                held = HeldSequences(buffers, self.sequences, self.running)
+                self.exchange = exchange_of(held)
 
     def _build_decoder(self, memory: StaticMemory, poll: int) -> StaticDecoder:
         """The decode steps at the addresses of `memory`, `poll` tokens at a time."""
@@ -123,7 +119,7 @@ class ContinuousBatching:
         half the rows, and a pool with as many slots a row as before."""
         try:
             with attention_replaced(self.model, self.attention):
-                while self.max_over_ranks(int(self._unfinished() > 0 and not self.cancelled())):
+                while self.max_over_ranks(int(self._unfinished > 0 and not self.cancelled())):
                     try:
                         self._step()
                         continue
@@ -151,17 +147,22 @@ class ContinuousBatching:
             # it refers to this object and the cache: the cycle would keep the memory for a while
             self.decoder = None
 
+    @property
     def _unfinished(self) -> int:
-        """How many sequences are not finished."""
-        return len(self.running) + len(self.waiting) + len(self.without_rows)
+        """How much is not finished; 0 at the end."""
+        if self.exchange is not None:
+            return self.exchange.unfinished
+        return len(self.running) + len(self.sequences.waiting)
 
     def _step(self) -> None:
         """Read observations, start new sequences, and generate for every running one; the finished
         ones leave."""
         heartbeat()
         unread: dict[int, int] = {}  # sequence -> tokens that are not in its cache yet
-        if self.partner is not None:
-            unread = self._observe(self.partner)
+        if self.exchange is not None and isinstance(self.running, RunningPool):
+            unread = self.exchange.observe()
+            if unread:
+                self._reserve_slots(self.running)
         prefills, replayed = self._admit()
         unread |= replayed
         passes = self._prefill_passes(prefills)
@@ -179,7 +180,10 @@ class ContinuousBatching:
             self._decode_pool(self.running)
         else:
             self._decode_batches(self.running)
-        report_phase(self.buffers.count - self._unfinished(), self.buffers.count, "answers")
+        if self.exchange is not None:
+            report_phase(*self.exchange.progress)
+        else:
+            report_phase(self.buffers.count - self._unfinished, self.buffers.count, "answers")
 
     def _admit(self) -> tuple[list[Prefill], dict[int, int]]:
         """Start a wave of waiting sequences if enough rows are free.
@@ -190,25 +194,28 @@ class ContinuousBatching:
         """
         running = self.running
         samples = self.buffers.samples
-        free = self.rows - len(running)
+        waiting = self.sequences.waiting
         usual = self.rows
         if self.decoder is not None:
             usual = len(running)  # a pool may have slots for fewer rows
-        worthwhile = min(max(4, usual // 8, samples), self.rows, len(self.waiting))
-        if not len(self.waiting) or free < worthwhile:
+        worthwhile = min(max(4, usual // 8, samples), self.rows, len(waiting))
+        if self.exchange is not None:
+            self.exchange.make_room(self.rows, worthwhile)
+        free = self.rows - len(running)
+        if not len(waiting) or free < worthwhile:
             return [], {}
         candidates = free
         if free >= samples:
             candidates -= free % samples  # whole groups
-        count = running.room_for(self.waiting[:candidates], worthwhile)
+        count = running.room_for(waiting[:candidates], worthwhile)
         if not count:
             return [], {}
         if self.states is not None:
             self.states.of(running.rows.sequences)  # forget the finished ones
-        wave = self.waiting[:count]
-        self.waiting = self.waiting[count:]
-        prefills = running.start(wave)
+        wave = waiting[:count]
         sequences = self.sequences
+        sequences.waiting = waiting[count:]
+        prefills = running.start(wave)
         tokens_after_prompt = sequences.start_lengths[wave] - sequences.prompt_lengths[wave]
         replayed = {}
         for sequence, tokens in zip(wave.tolist(), tokens_after_prompt.tolist(), strict=True):
@@ -240,11 +247,11 @@ class ContinuousBatching:
             return
         finished = self.decoder.run(rows, self.rows)
         finished = finished | self._find_stop_strings(rows, running.poll)
-        if self.partner is None:
+        if self.exchange is None:
             running.advance(finished, running.poll)
         else:
             running.advance(np.zeros_like(finished), running.poll)
-            self._hand_over(rows.sequences[finished].tolist(), self.partner)
+            self.exchange.hand_over(rows.sequences[finished].tolist())
 
     def _decode_batches(self, running: RunningBatches) -> None:
         """Generate one token for each row of the batches."""
@@ -258,68 +265,12 @@ class ContinuousBatching:
 
     def _find_stop_strings(self, rows: RunningRows, tokens: int) -> np.ndarray:
         """(n,) bool, True for rows in which one of the last `tokens` completed a stop string."""
-        if not self.buffers.stopping.stop_strings:
+        if not self.buffers.has_stop_strings:
             return np.zeros(len(rows), dtype=bool)
         lengths = self.sequences.prompt_lengths[rows.sequences]
         tokens_before = rows.positions + 1 - lengths  # of the response, before the new ones
         action_starts = self.sequences.start_lengths[rows.sequences] - lengths
         return self.buffers.find_stop_strings(rows.sequences, tokens_before, tokens, action_starts)
-
-    def _hand_over(self, sequences: list[int], partner: Partner) -> None:
-        """Hand sequences that ended an action to the partner; let those go that a limit
-        cut."""
-        assert isinstance(self.running, RunningPool)
-        counts = self.buffers.response_lengths[sequences].tolist()
-        reasons = self.buffers.finish_reasons[sequences].tolist()
-        for sequence, count, reason in zip(sequences, counts, reasons, strict=True):
-            if reason == FinishReason.LENGTH:
-                self.running.drop(sequence)
-                partner.cut(sequence, count - 1)
-                continue
-            start = int(self.sequences.start_lengths[sequence])
-            end = int(self.sequences.prompt_lengths[sequence]) + count
-            self.running.park(sequence, end - 1)
-            ids = self.buffers.token_ids[sequence, start:end].tolist()
-            self.with_partner[sequence] = True
-            partner.end_turn(sequence, ids, count - 1)
-
-    def _observe(self, partner: Partner) -> dict[int, int]:
-        """Let the sequences go on that have a reply of `partner`; those that have lost their rows
-        wait for new ones. The call waits for a reply only if no row runs and none can begin.
-
-        Returns for each sequence that goes on how many tokens are new to the cache: those before
-        its new position, which the next decode step feeds. When memory runs out, no observation is
-        lost: it stays in `observations` until the sequence has it.
-        """
-        running = self.running
-        buffers = self.buffers
-        counts = dict[int, int]()
-        assert isinstance(running, RunningPool)
-        is_idle = not len(running.active) and (len(running) > 0 or not len(self.waiting))
-        self.observations += partner.observed(is_idle and not self.observations)
-        while self.observations:
-            sequence, tokens = self.observations[0]
-            new_length = int(buffers.response_lengths[sequence]) + len(tokens)
-            if tokens and new_length < int(buffers.limits[sequence]):
-                buffers.observe(sequence, tokens)
-                start = int(self.sequences.prompt_lengths[sequence]) + new_length
-                self.sequences.start_lengths[sequence] = start
-                if sequence in self.without_rows:
-                    self.waiting = np.concatenate([[sequence], self.waiting])
-                else:
-                    counts[sequence] = len(tokens)
-                    running.resume(sequence, start - 1)
-            else:  # the episode is over, or the observation leaves no token for an action
-                running.drop(sequence)
-                if tokens:
-                    buffers.finish_reasons[sequence] = FinishReason.LENGTH
-                    partner.stop(sequence)
-            self.with_partner[sequence] = False
-            self.without_rows.discard(sequence)
-            self.observations.pop(0)
-        if counts:
-            self._reserve_slots(running)
-        return counts
 
     def _reserve_slots(self, running: RunningPool) -> None:
         """Give each running sequence slots for its next tokens; those for which there are none go
@@ -393,10 +344,9 @@ class ContinuousBatching:
     def _return_to_queue(self, sequences: np.ndarray) -> None:
         """Forget the current actions of these sequences; they are the next ones that start. Those
         in the hands of the partner start when it has replied."""
-        with_partner = self.with_partner[sequences]
-        self.without_rows.update(sequences[with_partner].tolist())
-        sequences = sequences[~with_partner]
-        self.waiting = np.concatenate([sequences, self.waiting])
+        if self.exchange is not None:
+            sequences = self.exchange.held.lose_rows(sequences)
+        self.sequences.wait_first(sequences)
         prompt_lengths = self.sequences.prompt_lengths[sequences]
         tokens_after_prompt = self.sequences.start_lengths[sequences] - prompt_lengths
         self.buffers.reset(sequences.tolist(), tokens_after_prompt.tolist())
@@ -404,12 +354,12 @@ class ContinuousBatching:
     def _prefill(self, prefill: Prefill, prompts: np.ndarray, tokens: int) -> None:
         """A forward pass over the prompts of sequences `prompts`, all but the last token of each;
         `tokens` columns."""
-        samples = self.buffers.samples
+        prompt_of = self.sequences.prompts
         prompt_lengths = self.sequences.prompt_lengths
         # row of the pass, by prompt index; -1: not in this pass
-        row_of_prompt = np.full(self.buffers.count // samples, -1)
-        row_of_prompt[prompts // samples] = np.arange(len(prompts))
-        pass_rows = row_of_prompt[prefill.sequences // samples]
+        row_of_prompt = np.full(self.buffers.count, -1)
+        row_of_prompt[prompt_of[prompts]] = np.arange(len(prompts))
+        pass_rows = row_of_prompt[prompt_of[prefill.sequences]]
         copies = np.flatnonzero(pass_rows >= 0)
         # One entry for each token of each copy: where its key goes, and where it comes from.
         counts = prompt_lengths[prefill.sequences[copies]] - 1
@@ -437,9 +387,9 @@ class ContinuousBatching:
         positions = positions.clamp_min(0)
         self._forward(ids.gather(1, positions), positions, cache, attention_mask=mask.long())
         running = self.running.rows.sequences
-        started = running[row_of_prompt[running // samples] >= 0]
+        started = running[row_of_prompt[prompt_of[running]] >= 0]
         has_state = prompt_lengths[started] > 1
-        state_rows = np.where(has_state, row_of_prompt[started // samples], -1)
+        state_rows = np.where(has_state, row_of_prompt[prompt_of[started]], -1)
         self.states.add(cache, started, state_rows)
 
     def _idle_pass(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,12 +49,15 @@ class RolloutRequest:
         limits: (A,) int64, most tokens of each response, from 1 to `max_new_tokens`; None:
             `max_new_tokens`.
         drawn: (A,) int64, how many tokens were drawn with each seed before; None: none.
+        stop_strings: A tuples of texts that end a response besides those of the configuration;
+            None: no others.
     """
 
     prompts: PromptBatch
     seeds: Tensor
     limits: Tensor | None = None
     drawn: Tensor | None = None
+    stop_strings: Sequence[tuple[str, ...]] | None = None
 
     @property
     def on_gpu(self) -> bool:

@@ -152,7 +152,7 @@ class PaddedBatches:
             )
             targets = torch.where(running, rows, spare)
             finished = buffers.append(targets, torch.where(running, counts, 0), tokens, logprobs)
-            if buffers.stopping.stop_strings:
+            if buffers.has_stop_strings:
                 running_rows = rows[running].cpu().numpy()
                 running_counts = counts[running].cpu().numpy()
                 stopped = buffers.find_stop_strings(running_rows, running_counts, 1)

@@ -29,16 +29,28 @@ class Sequences:
 
     `prompts` is the index of the prompt of each, `prompt_lengths` its tokens, `limits` the most
     response tokens. `start_lengths` are the tokens with which a sequence starts, or starts again:
-    its prompt and, in a dialogue, all before its current action. Those change in place.
+    its prompt and, in a dialogue, all before its current action. All of them change in place.
+    `waiting` (n,) are the sequences that wait to start, in order: at first all, the longest prompts
+    first, and those of one prompt together.
     """
 
     prompts: np.ndarray
     prompt_lengths: np.ndarray
     limits: np.ndarray
     start_lengths: np.ndarray = field(init=False)
+    waiting: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         self.start_lengths = self.prompt_lengths.copy()
+        self.waiting = np.argsort(-self.prompt_lengths, kind="stable")
+
+    def wait_first(self, sequences: np.ndarray) -> None:
+        """Let `sequences` (n,) be the next ones that start."""
+        self.waiting = np.concatenate([sequences, self.waiting])
+
+    def wait_last(self, sequence: int) -> None:
+        """Let a sequence start after those that wait."""
+        self.waiting = np.append(self.waiting, sequence)
 
 
 def rounded_up(slots: Any) -> Any:

@@ -83,7 +83,13 @@ class RunningPool:
     """
 
     def __init__(
-        self, sequences: Sequences, pool: KVCache, most_slots: int, poll: int, share_from: int
+        self,
+        sequences: Sequences,
+        pool: KVCache,
+        most_slots: int,
+        poll: int,
+        share_from: int,
+        stops_parked_first: bool = False,
     ):
         """
         Args:
@@ -94,27 +100,46 @@ class RunningPool:
             poll: tokens of a decode step.
             share_from: sequences of a prompt with so many tokens read its keys from one copy; 0:
                 never.
+            stops_parked_first: if slots are used up, rows that wait for a reply stop before others:
+                their replies may depend on those.
         """
         self.sequences = sequences
         self.pool = pool
         self.most_slots = most_slots
         self.poll = poll
         self._first_capacity = pool.capacity  # of another rollout, unless the pool is new
-        prompts = sequences.prompts
-        # the first decode step feeds the last token of a prompt
-        tokens = sequences.prompt_lengths - 1
-        has_several = np.bincount(prompts)[prompts] > 1
-        is_shared = (tokens >= share_from) & (share_from > 0) & has_several
-        self.prefix_lengths = np.where(is_shared, tokens, 0)
+        self.share_from = share_from
+        self.stops_parked_first = stops_parked_first
+        # of each sequence: tokens that it shares, and most slots of its own
+        self.prefix_lengths = np.zeros_like(sequences.prompts)
+        self.needs = np.zeros_like(sequences.prompts)
         # by the index of a prompt: its tokens in the pool that its sequences share
-        self._prompt_tokens = dict(zip(prompts.tolist(), self.prefix_lengths.tolist(), strict=True))
-        self.needs = tokens - self.prefix_lengths + sequences.limits  # most slots of a sequence
+        self._prompt_tokens = dict[int, int]()
+        self.measure(np.arange(len(sequences.prompts)))
         self.clear()
+
+    def measure(self, measured: np.ndarray) -> None:
+        """Note what the sequences `measured` (n,) need, none of which is running, after their
+        prompts or limits changed."""
+        prompts = self.sequences.prompts
+        # the first decode step feeds the last token of a prompt
+        tokens = self.sequences.prompt_lengths[measured] - 1
+        has_several = np.bincount(prompts)[prompts[measured]] > 1
+        is_shared = (tokens >= self.share_from) & (self.share_from > 0) & has_several
+        shared = np.where(is_shared, tokens, 0)
+        self.prefix_lengths[measured] = shared
+        self.needs[measured] = tokens - shared + self.sequences.limits[measured]
+        self._prompt_tokens |= zip(prompts[measured].tolist(), shared.tolist(), strict=True)
+        self._fit_longest()
+
+    def _fit_longest(self) -> None:
+        """Let the pool grow to what the longest sequence needs alone."""
+        longest = int((self.prefix_lengths + self.needs).max())
+        self.most_slots = max(self.most_slots, SPARE + 1 + longest)
 
     def clear(self) -> None:
         """Forget all running sequences."""
-        longest = int((self.prefix_lengths + self.needs).max())
-        self.most_slots = max(self.most_slots, SPARE + 1 + longest)
+        self._fit_longest()
         self.rows = PooledRows.of([])
         self._prefixes: dict[int, int] = {}  # by prompt: first slot of its tokens
         self._free = FreeSlots(SPARE + 1, self.pool.capacity)
@@ -207,13 +232,15 @@ class RunningPool:
         return None
 
     def stop_for_slots(self) -> list[int]:
-        """Stop the sequences with the shortest responses until all others can have slots for a
-        poll. Returns those that it stopped. It takes no memory, so none of them gets lost when
-        memory runs out."""
+        """Stop the sequences with the shortest responses (see `stops_parked_first`) until all
+        others can have slots for a poll. Returns those that it stopped. It takes no memory, so none
+        of them gets lost when memory runs out."""
         stopped: list[int] = []
         while self._sizes_for_poll() is None:
-            prompt_lengths = self.sequences.prompt_lengths[self.rows.sequences]
-            shortest = np.argmin(self.rows.positions - prompt_lengths)
+            lengths = self.rows.positions - self.sequences.prompt_lengths[self.rows.sequences]
+            if self.stops_parked_first and self.rows.parked.any():
+                lengths = np.where(self.rows.parked == 1, lengths, lengths.max() + 1)
+            shortest = np.argmin(lengths)
             stopped.append(int(self.rows.sequences[shortest]))
             self._keep(np.arange(len(self)) != shortest)
         return stopped

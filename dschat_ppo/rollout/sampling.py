@@ -3,7 +3,7 @@ generation config is ignored."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -212,19 +212,27 @@ class StoppingCriteria:
             return MinimumLength(self.ids, self.min_new_tokens)
         return None
 
-    @property
-    def reach(self) -> int:
-        """How many of the last tokens can take part in a stop string: at most one per byte, plus
-        `TAIL`."""
-        return max((len(text.encode()) for text in self.stop_strings), default=0) + TAIL
+    def reach(self, further: Iterable[str] = ()) -> int:
+        """How many of the last tokens can take part in a stop string, also of the `further` ones:
+        at most one per byte, plus `TAIL`."""
+        stop_strings = (*self.stop_strings, *further)
+        return max((len(text.encode()) for text in stop_strings), default=0) + TAIL
 
-    def found_in_text(self, tails: list[list[int]]) -> list[bool]:
-        """Whether the newest token of each response completed a stop string; `tails`: its last
-        `reach` ids, or all."""
+    def found_in_text(
+        self, tails: list[list[int]], further: Sequence[tuple[str, ...]] | None = None
+    ) -> list[bool]:
+        """Whether the newest token of each response completed a stop string.
+
+        Args:
+            tails: the last `reach` ids of each response, or all.
+            further: stop strings of each response besides those of all; None: no others.
+        """
         if self.decode is None or not tails:
             return [False] * len(tails)
-
-        def has_stop_string(text: str) -> bool:
-            return any(stop in text for stop in self.stop_strings)
-
-        return [has_stop_string(text) for text in self.decode(tails)]
+        if further is None:
+            further = [()] * len(tails)
+        found = []
+        for text, further_strings in zip(self.decode(tails), further, strict=True):
+            stop_strings = (*self.stop_strings, *further_strings)
+            found.append(any(stop in text for stop in stop_strings))
+        return found

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
+from dschat_ppo.rollout.partners import OpenedSequence
 from dschat_ppo.rollout.sampling import ASK_DEVICE, NucleusSearch, row_uniforms, sample
-from dschat_ppo.types import FinishReason, Rollout, repeat_rows
+from dschat_ppo.types import FinishReason, PromptBatch, Rollout, repeat_rows
 
 UNFINISHED = -1
 
@@ -23,7 +27,8 @@ class SequenceBuffers:
     `uniforms` (numbers from which tokens are drawn) are (A+1, `response_width`) fp32. `seen` is
     (A+1, V) bool, True for tokens in the sequence, or None without a repetition penalty. `is_end`
     and `is_eos` are (V,) bool. `observed` (A+1, `response_width`) bool marks response tokens that
-    the model did not choose.
+    the model did not choose. `stop_strings` are texts that end some sequences besides those of
+    `stopping`, by sequence.
     """
 
     def __init__(
@@ -89,6 +94,9 @@ class SequenceBuffers:
         self.observed.zero_()
         self.response_lengths.zero_()
         self.finish_reasons.fill_(UNFINISHED)
+        self.stop_strings = dict[int, tuple[str, ...]]()
+        for sequence, stop_strings in enumerate(request.stop_strings or ()):
+            self._end_with(sequence, stop_strings)
         if self.seen is not None:
             self.reset(list(range(self.count)))
 
@@ -109,6 +117,40 @@ class SequenceBuffers:
         if self.seen is not None:
             size += self.seen.nbytes
         return size
+
+    @property
+    def has_stop_strings(self) -> bool:
+        """Whether a text ends some sequence."""
+        return bool(self.stopping.stop_strings or self.stop_strings)
+
+    def open(self, opened: OpenedSequence) -> None:
+        """Begin a sequence again, with another prompt and another seed. All tensors stay where they
+        are."""
+        sequence = opened.sequence
+        length = len(opened.prompt_ids)
+        device = self.token_ids.device
+        self.token_ids[sequence, :length] = torch.tensor(list(opened.prompt_ids), device=device)
+        self.prompt_lengths[sequence] = length
+        uniforms = row_uniforms(torch.tensor([opened.seed]), opened.drawn + self.response_width)
+        self.uniforms[sequence] = uniforms[0, opened.drawn :].to(device)
+        self.observed[sequence] = False
+        self.reset([sequence])
+
+    def begin_call(
+        self, sequence: int, count: int, limit: int, stop_strings: tuple[str, ...]
+    ) -> None:
+        """Let the call of a sequence that begins after `count` response tokens have at most `limit`
+        tokens, and end with one of the `stop_strings` too."""
+        self.limits[sequence] = count + limit
+        self._end_with(sequence, stop_strings)
+
+    def _end_with(self, sequence: int, stop_strings: tuple[str, ...]) -> None:
+        """Let these texts end a sequence, besides those of all."""
+        self.stop_strings.pop(sequence, None)
+        if stop_strings:
+            if self.stopping.decode is None:
+                raise ValueError(f"sequence {sequence}: stop texts need `StoppingCriteria.decode`")
+            self.stop_strings[sequence] = stop_strings
 
     def forbidden(self, counts: Tensor) -> Tensor | None:
         """(n, V) bool, True for ends that may not come after `counts` (n,) tokens; None without a
@@ -167,16 +209,22 @@ class SequenceBuffers:
         device = self.token_ids.device
         rows = torch.from_numpy(sequences).to(device)
         before = torch.from_numpy(counts).to(device)
-        reach = min(self.stopping.reach, self.response_width)
+        # tokens of each row that can take part in a stop string
+        further = [self.stop_strings.get(sequence, ()) for sequence in sequences.tolist()]
+        reaches = [min(self.stopping.reach(texts), self.response_width) for texts in further]
+        reach = max(reaches, default=0)
         first = self.prompt_lengths[rows] + before + 1 - reach
         columns = first.unsqueeze(1) + torch.arange(reach + new - 1, device=device)
         ids = self.token_ids[rows].gather(1, columns.clamp_(0, self.width - 1)).tolist()
         reasons = self.finish_reasons[rows].tolist()
         lengths = self.response_lengths[rows].tolist()
-        # each new prefix of a response: its row and length, and its last tokens
+        # each new prefix of a response: its row and length, its last tokens, and what ends it
         prefixes = []
         tails = []
+        tail_stops = []
         for row, count in enumerate(counts.tolist()):
+            if not self.stopping.stop_strings and not further[row]:
+                continue
             last = lengths[row]
             if reasons[row] == UNFINISHED:
                 last = count + new
@@ -185,11 +233,12 @@ class SequenceBuffers:
                 action_start = int(starts[row])
             for length in range(count + 1, last + 1):
                 end = reach + length - count - 1
-                tail_length = min(reach, length - action_start)
+                tail_length = min(reaches[row], length - action_start)
                 prefixes.append((row, length))
                 tails.append(ids[row][end - tail_length : end])
+                tail_stops.append(further[row])
         stopped = np.zeros(len(sequences), dtype=bool)
-        completes = self.stopping.found_in_text(tails)
+        completes = self.stopping.found_in_text(tails, tail_stops)
         for (row, length), is_complete in zip(prefixes, completes, strict=True):
             if not is_complete or stopped[row]:
                 continue
@@ -199,14 +248,14 @@ class SequenceBuffers:
                 self.response_lengths[int(sequences[row])] = length
         return stopped
 
-    def observe(self, sequence: int, tokens: list[int]) -> None:
+    def observe(self, sequence: int, tokens: Sequence[int]) -> None:
         """Go on after the last response token of a finished sequence with tokens that the model did
         not choose. The numbers from which the policy's own tokens are drawn stay in order, whatever
         it observes."""
         count = int(self.response_lengths[sequence])
         after = count + len(tokens)
         start = int(self.prompt_lengths[sequence]) + count
-        ids = torch.tensor(tokens, device=self.token_ids.device)
+        ids = torch.tensor(list(tokens), dtype=torch.int64, device=self.token_ids.device)
         self.token_ids[sequence, start : start + len(tokens)] = ids
         self.observed[sequence, count:after] = True
         self.logprobs[sequence, count:after] = 0.0
@@ -232,24 +281,61 @@ class SequenceBuffers:
             self.seen[sequence] = False
             self.seen[sequence, self.token_ids[sequence, : prompt_length + count]] = True
 
+    def cut(self, sequence: int, count: int, reason: int) -> None:
+        """End a sequence after `count` response tokens."""
+        self.response_lengths[sequence] = count
+        self.finish_reasons[sequence] = reason
+
     def rollout(self) -> Rollout:
         """The finished responses, padded to the longest one; unfinished sequences have no response
         token."""
-        lengths = self.response_lengths[:-1]
+        return self._rollout_of(slice(self.count), self.prompts)
+
+    def rollout_of(self, sequences: list[int]) -> Rollout:
+        """The same of some sequences that were opened late."""
+        if not sequences:
+            return empty_rollout(self.token_ids.device)
+        lengths = self.prompt_lengths[sequences].tolist()
+        prompts = [
+            self.token_ids[sequence, :length]
+            for sequence, length in zip(sequences, lengths, strict=True)
+        ]
+        rows = torch.tensor(sequences, device=self.token_ids.device)
+        return self._rollout_of(rows, left_padded(prompts))
+
+    def _rollout_of(self, rows: Tensor | slice, prompts: PromptBatch) -> Rollout:
+        """The responses of n sequences, which are these rows of the buffers, with their prompts."""
+        lengths = self.response_lengths[rows]
         response_columns = torch.arange(int(lengths.max()), device=lengths.device)
-        mask = response_columns < lengths.unsqueeze(1)  # (A, R)
-        observed = self.observed[:-1, : mask.shape[1]] & mask
-        columns = self.prompt_lengths[:-1].unsqueeze(1) + response_columns
-        ids = self.token_ids[:-1].gather(1, columns.clamp_max(self.width - 1))
+        mask = response_columns < lengths.unsqueeze(1)  # (n, R)
+        observed = self.observed[rows, : mask.shape[1]] & mask
+        columns = self.prompt_lengths[rows].unsqueeze(1) + response_columns
+        ids = self.token_ids[rows].gather(1, columns.clamp_max(self.width - 1))
         episode_lengths = None
-        if bool(self.observed.any()):
+        if bool(self.observed[rows].any()):
             episode_lengths = lengths.clone()
         return Rollout(
-            prompt_ids=self.prompts.prompt_ids,
-            prompt_mask=self.prompts.prompt_mask,
+            prompt_ids=prompts.prompt_ids,
+            prompt_mask=prompts.prompt_mask,
             response_ids=torch.where(mask, ids, 0),
             response_mask=mask & ~observed,
-            rollout_logprobs=torch.where(mask, self.logprobs[:-1, : mask.shape[1]], 0.0),
-            finish_reason=self.finish_reasons[:-1].clone(),
+            rollout_logprobs=torch.where(mask, self.logprobs[rows, : mask.shape[1]], 0.0),
+            finish_reason=self.finish_reasons[rows].clone(),
             episode_lengths=episode_lengths,
         )
+
+
+def empty_rollout(device: torch.device) -> Rollout:
+    """A rollout without rows."""
+    ids = torch.zeros(0, 0, dtype=torch.int64, device=device)
+    reasons = torch.zeros(0, dtype=torch.int8, device=device)
+    return Rollout(ids, ids.bool(), ids, ids.bool(), ids.float(), reasons)
+
+
+def left_padded(rows: list[Tensor]) -> PromptBatch:
+    """Rows of ids (length,), at least one, as a batch."""
+    reversed_ids = [row.flip(0) for row in rows]
+    reversed_masks = [torch.ones_like(row, dtype=torch.bool) for row in rows]
+    ids = pad_sequence(reversed_ids, batch_first=True).flip(1)
+    mask = pad_sequence(reversed_masks, batch_first=True).flip(1)
+    return PromptBatch(ids, mask)

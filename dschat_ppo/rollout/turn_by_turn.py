@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from dschat_ppo.rollout.continuous_batching import MaxOverRanks
 from dschat_ppo.rollout.generation_request import RolloutRequest
 from dschat_ppo.rollout.partners import Partner
+from dschat_ppo.rollout.sequence_buffers import left_padded
 from dschat_ppo.types import FinishReason, PromptBatch, Rollout
 
 # `generate` for one response to each prompt of a batch
@@ -60,7 +61,7 @@ def generate_turn_by_turn(
     acting = list(range(len(dialogues)))
     while max_over_ranks(int(len(acting) > 0 and not cancelled())):
         if not acting:  # make the passes of the other ranks
-            sample(_next_actions(dialogues, [0], starts.seeds, limits=[1]))
+            sample(idle_request(starts.seeds.device))
             continue
         limits = [dialogues[row].limit - dialogues[row].length for row in acting]
         actions = sample(_next_actions(dialogues, acting, starts.seeds, limits))
@@ -79,7 +80,7 @@ def generate_turn_by_turn(
                 partner.end_turn(row, ids.tolist(), dialogue.length - 1)
                 asked.append(row)
         acting = _observe(dialogues, asked, cancelled, partner)
-    return _rollout_of(dialogues, starts.prompts)
+    return rollout_of_dialogues(dialogues, starts.prompts)
 
 
 def _new_dialogues(starts: RolloutRequest) -> list[Dialogue]:
@@ -130,8 +131,14 @@ def _observe(
     return acting
 
 
-def _rollout_of(dialogues: list[Dialogue], prompts: PromptBatch) -> Rollout:
-    """The dialogues as a rollout, padded to the longest."""
+def idle_request(device: torch.device) -> RolloutRequest:
+    """One token, for a rank that only takes part in the passes of others."""
+    one = torch.ones(1, 1, dtype=torch.int64, device=device)
+    return RolloutRequest(PromptBatch(one * 0, one > 0), seeds=one[0] * 0, limits=one[0])
+
+
+def rollout_of_dialogues(dialogues: list[Dialogue], prompts: PromptBatch) -> Rollout:
+    """The dialogues, at least one, as a rollout, padded to the longest."""
     device = prompts.prompt_ids.device
     mask = pad_sequence([dialogue.mask for dialogue in dialogues], batch_first=True)
     responses = [
@@ -153,12 +160,3 @@ def _rollout_of(dialogues: list[Dialogue], prompts: PromptBatch) -> Rollout:
         finish_reason=torch.tensor(reasons, dtype=torch.int8, device=device),
         episode_lengths=episode_lengths,
     )
-
-
-def left_padded(rows: list[Tensor]) -> PromptBatch:
-    """Rows of ids (length,) as a batch."""
-    reversed_ids = [row.flip(0) for row in rows]
-    reversed_masks = [torch.ones_like(row, dtype=torch.bool) for row in rows]
-    ids = pad_sequence(reversed_ids, batch_first=True).flip(1)
-    mask = pad_sequence(reversed_masks, batch_first=True).flip(1)
-    return PromptBatch(ids, mask)

@@ -235,7 +235,7 @@ def test_long_prompts_come_first_and_groups_stay_together(monkeypatch):
     world = World(
         monkeypatch, np.random.default_rng(0), [3, 9, 5], rows=3, samples=2, answers=[9] * 6
     )
-    assert world.engine.waiting.tolist() == [2, 3, 4, 5, 0, 1]
+    assert world.engine.sequences.waiting.tolist() == [2, 3, 4, 5, 0, 1]
     with torch.no_grad():
         world.engine._step()
     assert world.engine.running.rows.sequences.tolist() == [2, 3]  # a third row would split a group
