@@ -41,16 +41,13 @@ def generation_config(
 ) -> GenerationConfig:
     """Sampling parameters, stopping criteria and engine that the flags ask for. A response ends
     with what ends the turns of `tokenizer` and `model` (`end_ids`), and where flags say so."""
-    decode = None
-    if flags.stop_strings:
-        decode = tokenizer.batch_decode
     stopping = StoppingCriteria(
         flags.max_answer_seq_len,
         end_ids(tokenizer, model),
         tuple(flags.stop_token_ids),
         tuple(flags.stop_strings),
         flags.min_answer_seq_len,
-        decode,
+        tokenizer.batch_decode,
     )
     sampling = SamplingParameters(
         flags.temperature, flags.top_p, flags.top_k, flags.min_p, flags.repetition_penalty

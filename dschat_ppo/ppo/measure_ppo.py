@@ -62,7 +62,7 @@ def _measure_generation(ppo: PPOComponents) -> tuple[int, float, float]:
     def seconds(batch: PromptBatch, tokens: int) -> float:
         config = replace(sampler.config, stopping=StoppingCriteria(tokens))
         seeds = torch.arange(prompt_count * samples)
-        return usual_seconds(lambda: sampler._generate(batch, seeds, config, never))
+        return usual_seconds(lambda: sampler.generate(batch, seeds, config, never))
 
     first_token = seconds(_evenly_spaced_prompts(ppo, prompt_count, columns=0), 1)
     begun = _evenly_spaced_prompts(ppo, prompt_count, columns=half)

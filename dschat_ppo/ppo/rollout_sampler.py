@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -28,11 +28,56 @@ from dschat_ppo.ppo.rollouts import (
 from dschat_ppo.rollout.cache_memory import rows_for_memory
 from dschat_ppo.rollout.continuous_batching import never
 from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
-from dschat_ppo.rollout.generator import engine_text, generate
-from dschat_ppo.rollout.partners import Partner
+from dschat_ppo.rollout.generator import engine_text, generate, generate_calls
+from dschat_ppo.rollout.partners import CallPartner, Partner, ReservedSequences
 from dschat_ppo.rollout.self_check import choose_engine
-from dschat_ppo.rollout.static_steps import new_recorder
+from dschat_ppo.rollout.static_steps import StepRecorder, new_recorder
 from dschat_ppo.types import PromptBatch, Rollout, select_rows, to_device
+
+
+@dataclass(frozen=True, eq=False)
+class ActorGeneration:
+    """Generation with the weights of the actor; `recorder`: of its decode steps. Collective."""
+
+    hybrid: HybridEngine
+    recorder: StepRecorder | None
+
+    def __call__(
+        self,
+        batch: PromptBatch,
+        seeds: Tensor,
+        config: GenerationConfig,
+        cancelled: Callable[[], bool],
+        partner: Partner | None = None,
+    ) -> Rollout:
+        """Responses to prompts; see `generate`."""
+        device = dist.device()
+        batch = to_device(batch, device)
+        with self.hybrid.generating() as model:
+            max_over_ranks = self.hybrid.max_over_ranks
+            if self.hybrid.division is not None and max_over_ranks is not None and config.rows == 0:
+                # the ranks of a group run as many rows: the fewest that fit on one of them
+                length = batch.prompt_ids.shape[1] + config.stopping.max_new_tokens
+                fewest = -max_over_ranks(-rows_for_memory(model, length))
+                config = replace(config, rows=fewest)
+            request = RolloutRequest(batch, seeds.to(device))
+            return generate(
+                model, request, config, max_over_ranks, cancelled, self.recorder, partner
+            )
+
+    def answer_calls(
+        self,
+        reserved: ReservedSequences,
+        config: GenerationConfig,
+        cancelled: Callable[[], bool],
+        partner: CallPartner,
+    ) -> tuple[Rollout, list[int]]:
+        """The sequences that a partner opens late; see `generate_calls`."""
+        with self.hybrid.generating() as model:
+            max_over_ranks = self.hybrid.max_over_ranks
+            return generate_calls(
+                model, reserved, config, partner, max_over_ranks, cancelled, self.recorder
+            )
 
 
 class RolloutSampler:
@@ -42,6 +87,7 @@ class RolloutSampler:
         prompts: the prompts of training.
         config: how responses to them are generated.
         pad_id: any id; padding is masked.
+        generate: generation with the weights of the actor.
         engine_text: the generation engine, for the log.
         sample_rollout: gives the responses of a task; features wrap it.
     """
@@ -73,6 +119,7 @@ class RolloutSampler:
         self.seed = seed
         self.device = dist.device()
         self.recorder = new_recorder()
+        self.generate = ActorGeneration(hybrid, self.recorder)
         config = generation_config(flags, tokenizer, hybrid.model)
         if len(config.stopping.eos_ids) > 1:
             names = ", ".join(
@@ -93,10 +140,10 @@ class RolloutSampler:
                 has_partner=any_observes(extensions),
             )
             self.engine_text = engine_text(model, self.config, hybrid.max_over_ranks)
-        sample = own_rollouts(self._generate, self.pad_id)
+        sample = own_rollouts(self.generate, self.pad_id)
         if hybrid.division is not None:
             sample = partial(self._sample_together, hybrid.division)
-        self.sample_rollout = extended(sample, self._generate, extensions)
+        self.sample_rollout = extended(sample, self.generate, extensions)
 
     def sample(
         self,
@@ -146,28 +193,6 @@ class RolloutSampler:
         group_indices = [index for rank_indices, _ in of_ranks for index in rank_indices]
         group_seeds = torch.cat([rank_seeds for _, rank_seeds in of_ranks])
         batch = collate_prompts(task.prompts, group_indices, self.pad_id)
-        rollout = self._generate(batch, group_seeds, task.config, task.cancelled)
+        rollout = self.generate(batch, group_seeds, task.config, task.cancelled)
         rows = torch.arange(len(task.indices) * task.config.samples, device=self.device)
         return select_rows(rollout, division.rank * len(rows) + rows)
-
-    def _generate(
-        self,
-        batch: PromptBatch,
-        seeds: Tensor,
-        config: GenerationConfig,
-        cancelled: Callable[[], bool],
-        partner: Partner | None = None,
-    ) -> Rollout:
-        """Generate with the actor's weights. Collective."""
-        batch = to_device(batch, self.device)
-        with self.hybrid.generating() as model:
-            max_over_ranks = self.hybrid.max_over_ranks
-            if self.hybrid.division is not None and max_over_ranks is not None and config.rows == 0:
-                # the ranks of a group run as many rows: the fewest that fit on one of them
-                length = batch.prompt_ids.shape[1] + config.stopping.max_new_tokens
-                fewest = -max_over_ranks(-rows_for_memory(model, length))
-                config = replace(config, rows=fewest)
-            request = RolloutRequest(batch, seeds.to(self.device))
-            return generate(
-                model, request, config, max_over_ranks, cancelled, self.recorder, partner
-            )

@@ -25,7 +25,7 @@ from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.rewards.reward_source import RewardSource
 from dschat_ppo.rollout.continuous_batching import never
 from dschat_ppo.rollout.generation_request import GenerationConfig
-from dschat_ppo.rollout.partners import Partner
+from dschat_ppo.rollout.partners import CallPartner, Partner, ReservedSequences
 from dschat_ppo.types import PromptBatch, Rollout
 
 
@@ -68,6 +68,15 @@ SampleRollout = Callable[[RolloutTask], Rollout]
 
 class Generate(Protocol):
     """Generation with the weights of the policy. Collective."""
+
+    def answer_calls(
+        self,
+        reserved: ReservedSequences,
+        config: GenerationConfig,
+        cancelled: Callable[[], bool],
+        partner: CallPartner,
+    ) -> tuple[Rollout, list[int]]:
+        """The sequences that a partner opens late; see `rollout.generator.generate_calls`."""
 
     def __call__(
         self,

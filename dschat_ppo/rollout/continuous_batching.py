@@ -82,8 +82,9 @@ class ContinuousBatching:
         self.memory = memory
         self.sequences = Sequences(
             prompts=np.arange(buffers.count) // buffers.samples,
-            prompt_lengths=buffers.prompt_lengths[:-1].cpu().numpy(),
-            limits=buffers.limits[:-1].cpu().numpy(),
+            # copies: on a CPU they would be the memory of the buffers
+            prompt_lengths=buffers.prompt_lengths[:-1].cpu().numpy().copy(),
+            limits=buffers.limits[:-1].cpu().numpy().copy(),
         )
         self.exchange: Exchange | None = None
         self.running: RunningBatches | RunningPool

@@ -159,6 +159,7 @@ class CallExchange:
         self.reserved = reserved
         held.is_held[:] = True
         held.without_rows.update(range(reserved.count))
+        held.sequences.waiting = held.sequences.waiting[:0]
         self.used = set[int]()
         # calls that are not in the buffers yet
         self._opened = list[OpenedSequence]()

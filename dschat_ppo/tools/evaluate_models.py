@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from dschat_ppo.algorithms.evaluation_statistics import wilson_interval, win_shares
 from dschat_ppo.common import dist
@@ -61,8 +62,8 @@ from dschat_ppo.rewards.build_rewards import (
 from dschat_ppo.rewards.learned_reward import model_reward
 from dschat_ppo.rewards.reward_source import RewardMixture, RewardSource
 from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
-from dschat_ppo.rollout.generator import generate
-from dschat_ppo.rollout.partners import Partner
+from dschat_ppo.rollout.generator import generate, generate_calls
+from dschat_ppo.rollout.partners import CallPartner, Partner, ReservedSequences
 from dschat_ppo.rollout.sampling import StoppingCriteria
 from dschat_ppo.rollout.self_check import choose_engine
 from dschat_ppo.tools.chat_model import CheckedModel, checked_models
@@ -309,7 +310,11 @@ def _generation_configs(
 ) -> dict[str, GenerationConfig]:
     """How the model generates, by the name of the decoding, "greedy" or "sampled". `UserError` if
     its architecture is not supported."""
-    stopping = StoppingCriteria(request.settings.max_tokens, end_ids(checked.tokenizer, model))
+    stopping = StoppingCriteria(
+        request.settings.max_tokens,
+        end_ids(checked.tokenizer, model),
+        decode=checked.tokenizer.batch_decode,
+    )
     try:
         sampled = choose_engine(
             model,
@@ -383,20 +388,39 @@ def _rollouts_of(
     model: Any, checked: CheckedModel, extensions: Sequence[RolloutExtension]
 ) -> SampleRollout:
     """How a model responds to prompts."""
-    device = dist.device()
+    generation = ModelGeneration(model)
+    sample = own_rollouts(generation, filler_id(checked.tokenizer))
+    return extended(sample, generation, extensions)
 
-    def generate_rows(
+
+@dataclass(frozen=True, eq=False)
+class ModelGeneration:
+    """Generation with the weights of a model on this device."""
+
+    model: PreTrainedModel
+
+    def __call__(
+        self,
         batch: PromptBatch,
         seeds: Tensor,
         config: GenerationConfig,
         cancelled: Callable[[], bool],
         partner: Partner | None = None,
     ) -> Rollout:
+        """Responses to prompts; see `generate`."""
+        device = dist.device()
         request = RolloutRequest(to_device(batch, device), seeds.to(device))
-        return generate(model, request, config, cancelled=cancelled, partner=partner)
+        return generate(self.model, request, config, cancelled=cancelled, partner=partner)
 
-    sample = own_rollouts(generate_rows, filler_id(checked.tokenizer))
-    return extended(sample, generate_rows, extensions)
+    def answer_calls(
+        self,
+        reserved: ReservedSequences,
+        config: GenerationConfig,
+        cancelled: Callable[[], bool],
+        partner: CallPartner,
+    ) -> tuple[Rollout, list[int]]:
+        """The sequences that a partner opens late; see `generate_calls`."""
+        return generate_calls(self.model, reserved, config, partner, cancelled=cancelled)
 
 
 def _metrics(rows: list[EvaluatedPrompt], pass_score: float, is_scored: bool) -> dict[str, float]:
