@@ -35,9 +35,9 @@ from dschat_ppo.types import FinishReason, Rollout
 class RankState(IntEnum):
     """What a rank needs before the next round; the largest one of all ranks counts."""
 
-    OVER = 0  # nothing: no episode is live, and no call is open
-    READY = 1  # each live episode has an open call
-    THINKING = 2  # some live episode has none
+    OVER = 0  # nothing: no program is live, and no call is open
+    READY = 1  # each live program has an open call
+    THINKING = 2  # some live program has none
 
 
 @dataclass(eq=False)
@@ -129,11 +129,11 @@ class CallRounds:
         called.stop_strings = call.stop_strings
         self.open_calls.add(call.sequence)
 
-    def request(self, numbers: list[int]) -> RolloutRequest:
-        """What the open calls of the sequences `numbers` sample."""
-        if not numbers:
+    def request(self, sequence_ids: list[int]) -> RolloutRequest:
+        """What the open calls of these sequences sample."""
+        if not sequence_ids:
             return idle_request(self.device)
-        calls = [self.sequences[number] for number in numbers]
+        calls = [self.sequences[sequence_id] for sequence_id in sequence_ids]
         drawn = [call.drawn + int(call.dialogue.mask.sum()) for call in calls]
         return RolloutRequest(
             left_padded([call.dialogue.history for call in calls]),
@@ -143,10 +143,10 @@ class CallRounds:
             [call.stop_strings for call in calls],
         )
 
-    def end_calls(self, numbers: list[int], actions: Rollout) -> None:
-        """Append what the open calls of the sequences `numbers` got, and tell the partner."""
-        for index, number in enumerate(numbers):
-            called = self.sequences[number]
+    def end_calls(self, sequence_ids: list[int], actions: Rollout) -> None:
+        """Append what the open calls of these sequences got, and tell the partner."""
+        for index, sequence_id in enumerate(sequence_ids):
+            called = self.sequences[sequence_id]
             mask = actions.response_mask[index]
             ids = actions.response_ids[index][mask]
             logprobs = actions.rollout_logprobs[index][mask]
@@ -154,24 +154,26 @@ class CallRounds:
             called.dialogue.act(ids, logprobs)
             called.dialogue.finish_reason = reason
             called.end = called.dialogue.length
-            self.open_calls.remove(number)
+            self.open_calls.remove(sequence_id)
             self.ended_calls += 1
-            call = EndedCall(number, ids.tolist(), logprobs.tolist(), called.end - 1, reason)
+            call = EndedCall(sequence_id, ids.tolist(), logprobs.tolist(), called.end - 1, reason)
             self.partner.end_call(call)
 
     def rollout(self) -> tuple[Rollout, list[int]]:
         """The sequences as a rollout, and their numbers."""
-        numbers = sorted(self.sequences)
-        if not numbers:
-            return empty_rollout(self.device), numbers
-        prompts = left_padded([self.sequences[number].prompt_ids for number in numbers])
-        dialogues = [self.sequences[number].dialogue for number in numbers]
-        return rollout_of_dialogues(dialogues, prompts), numbers
+        sequence_ids = sorted(self.sequences)
+        if not sequence_ids:
+            return empty_rollout(self.device), sequence_ids
+        prompts = left_padded(
+            [self.sequences[sequence_id].prompt_ids for sequence_id in sequence_ids]
+        )
+        dialogues = [self.sequences[sequence_id].dialogue for sequence_id in sequence_ids]
+        return rollout_of_dialogues(dialogues, prompts), sequence_ids
 
 
 def run_rounds(sample: SampleActions, rounds: CallRounds, max_over_ranks: MaxOverRanks) -> None:
-    """Generate in rounds until no rank has a live episode or an open call. A round begins when each
-    live episode of all ranks has an open call, so it does not depend on time; ranks without a call
+    """Generate in rounds until no rank has a live program or an open call. A round begins when each
+    live program of all ranks has an open call, so it does not depend on time; ranks without a call
     make the same passes. While some think, the ranks agree at least once a second. Collective if
     forward passes are."""
     rounds.take(wait=False)
@@ -183,12 +185,12 @@ def run_rounds(sample: SampleActions, rounds: CallRounds, max_over_ranks: MaxOve
         if state == RankState.THINKING:
             rounds.take(wait=rounds.state == RankState.THINKING)
             continue
-        numbers = sorted(rounds.open_calls)
+        sequence_ids = sorted(rounds.open_calls)
         if rounds.cancelled():
-            numbers = []
-        actions = sample(rounds.request(numbers))
+            sequence_ids = []
+        actions = sample(rounds.request(sequence_ids))
         if rounds.cancelled():
             continue
-        rounds.end_calls(numbers, actions)
+        rounds.end_calls(sequence_ids, actions)
         report_phase(rounds.ended_calls, rounds.ended_calls, "calls")
         rounds.take(wait=False)

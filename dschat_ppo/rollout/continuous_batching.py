@@ -100,8 +100,7 @@ class ContinuousBatching:
             )
             self.decoder = self._build_decoder(memory, poll)
             if exchange_of is not None:
-                held = HeldSequences(buffers, self.sequences, self.running)
-                self.exchange = exchange_of(held)
+                self.exchange = exchange_of(HeldSequences(buffers, self.sequences, self.running))
 
     def _build_decoder(self, memory: StaticMemory, poll: int) -> StaticDecoder:
         """The decode steps at the addresses of `memory`, `poll` tokens at a time."""

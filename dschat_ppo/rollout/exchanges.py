@@ -74,9 +74,9 @@ class HeldSequences:
 
     def lose_rows(self, sequences: np.ndarray) -> np.ndarray:
         """Note that these sequences (n,) have no rows any more. Returns those that nobody holds."""
-        held = self.is_held[sequences]
-        self.without_rows.update(sequences[held].tolist())
-        return sequences[~held]
+        is_held = self.is_held[sequences]
+        self.without_rows.update(sequences[is_held].tolist())
+        return sequences[~is_held]
 
 
 class TurnExchange:
@@ -92,8 +92,8 @@ class TurnExchange:
     @property
     def unfinished(self) -> int:
         """How many sequences are not finished."""
-        held = self.held
-        return len(held.pool) + len(held.sequences.waiting) + len(held.without_rows)
+        waiting = len(self.held.sequences.waiting) + len(self.held.without_rows)
+        return len(self.held.pool) + waiting
 
     @property
     def progress(self) -> tuple[int, int, str]:
@@ -116,29 +116,26 @@ class TurnExchange:
                 self.partner.end_turn(sequence, ids, count - 1)
 
     def observe(self) -> dict[int, int]:
-        """Let the sequences go on that have a reply; those that have lost their rows wait for new
-        ones. The call waits for a reply only if no row runs and none can begin.
-
-        Returns for each sequence that goes on how many tokens are new to the cache: those before
-        its new position, which the next decode step feeds. When memory runs out, no observation is
-        lost: it stays in `observations` until the sequence has it.
-        """
-        held = self.held
-        buffers = held.buffers
-        is_idle = not len(held.pool.active)
-        is_idle = is_idle and (len(held.pool) > 0 or not len(held.sequences.waiting))
+        """Let the sequences go on that have a reply; those whose rows have stopped start again.
+        Returns how many tokens of each row are new to the cache: those before its new position,
+        which the next decode step feeds. When memory runs out, no observation is lost: it stays in
+        `observations` until the sequence has it."""
+        buffers = self.held.buffers
+        pool = self.held.pool
+        is_idle = not len(pool.active)
+        is_idle = is_idle and (len(pool) > 0 or not len(self.held.sequences.waiting))
         self.observations += self.partner.observed(is_idle and not self.observations)
         uncached = dict[int, int]()
         while self.observations:
             sequence, tokens = self.observations[0]
-            new_length = int(buffers.response_lengths[sequence]) + len(tokens)
-            if tokens and new_length < int(buffers.limits[sequence]):
-                count = held.go_on(sequence, tokens)
+            end = int(buffers.response_lengths[sequence])
+            if tokens and end + len(tokens) < int(buffers.limits[sequence]):
+                count = self.held.go_on(sequence, tokens)
                 if count:
                     uncached[sequence] = count
-            else:  # the episode is over, or the observation leaves no token for an action
-                held.pool.drop(sequence)
-                held.leave(sequence)
+            else:
+                pool.drop(sequence)
+                self.held.leave(sequence)
                 if tokens:
                     buffers.finish_reasons[sequence] = FinishReason.LENGTH
                     self.partner.stop(sequence)
@@ -264,28 +261,29 @@ class CallExchange:
         """Begin a sequence, and let it wait to start. Those that wait with the same prompt, or run
         and share it, share the prompt."""
         sequence = opened.sequence
-        held = self.held
+        pool = self.held.pool
+        buffers = self.held.buffers
+        sequences = self.held.sequences
         length = len(opened.prompt_ids)
-        check_opened(opened, self.reserved, held.is_held)
+        check_opened(opened, self.reserved, self.held.is_held)
         self._let_row_go(sequence)
-        most_tokens = held.buffers.stopping.max_new_tokens
+        most_tokens = buffers.stopping.max_new_tokens
         limit = min(most_tokens, self.reserved.context_length - length)
-        held.buffers.open(opened)
-        held.buffers.begin_call(sequence, 0, min(opened.limit, limit), opened.stop_strings)
+        buffers.open(opened)
+        buffers.begin_call(sequence, 0, min(opened.limit, limit), opened.stop_strings)
         self.used.add(sequence)
         self._ends.pop(sequence, None)
-        sequences = held.sequences
         sequences.prompt_lengths[sequence] = length
         sequences.start_lengths[sequence] = length
         sequences.limits[sequence] = limit
-        shares = held.pool.rows.prefix_lengths > 0
-        sharing = held.pool.rows.sequences[shares]
+        shares = pool.rows.prefix_lengths > 0
+        sharing = pool.rows.sequences[shares]
         waits = self._prompt_numbers.give(
             sequence, tuple(opened.prompt_ids), sequences.waiting, sharing
         )
-        held.pool.measure(np.append(waits, sequence))
+        pool.measure(np.append(waits, sequence))
         sequences.wait_last(sequence)
-        held.leave(sequence)
+        self.held.leave(sequence)
         self._begun += 1
 
     def _go_on(self, call: ContinuedSequence) -> int:

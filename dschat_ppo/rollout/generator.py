@@ -95,7 +95,7 @@ def generate_calls(
     recorder: StepRecorder | None = None,
 ) -> tuple[Rollout, list[int]]:
     """Answer the calls of a partner that opens sequences whenever it likes, until none of its
-    episodes is live. The tokens of a sequence depend on its prompt, its seed, what stands between
+    programs is live. The tokens of a sequence depend on its prompt, its seed, what stands between
     its calls and the weights, not on other sequences or on time (up to rounding, as in `generate`).
 
     Args:

@@ -1,5 +1,5 @@
-"""What replies to the sequences of a generation, so that they go on: environments (`Partner`), or
-programs that ask the model whenever they like (`CallPartner`)."""
+"""What replies to the sequences of a generation, so that they go on: to each action (`Partner`), or
+by programs that call the model whenever they like (`CallPartner`)."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ class EndedCall:
 
 
 class CallPartner(Protocol):
-    """Programs that call the model, and open sequences whenever they like. An episode is one run of
-    such a program; it may have several sequences, and several calls at a time.
+    """Programs that call the model, and open sequences whenever they like. A program may have
+    several sequences, and several calls at a time; it is live while it runs.
 
     A call is open from when the partner knows of it until `end_call`. Generation asks in a fixed
     order between its steps: `observed`, `closed`, `opened`. Each call is returned once. `live`,
@@ -120,17 +120,17 @@ class CallPartner(Protocol):
 
     @property
     def live(self) -> int:
-        """How many episodes still run, and may open or continue sequences. Generation ends when
+        """How many programs still run, and may open or continue sequences. Generation ends when
         there are none and no call is open."""
 
     @property
     def all_wait(self) -> bool:
-        """Whether each live episode has an open call; True if none is live. Engines that generate
+        """Whether each live program has an open call; True if none is live. Engines that generate
         in rounds begin one then, so that a round does not depend on time."""
 
     def observed(self, wait: bool) -> list[ContinuedSequence]:
         """Calls of sequences that go on. With `wait`, nothing runs: block until something has
-        happened (such a call, a sequence opened or closed, an episode that ends), for a second at
+        happened (such a call, a sequence opened or closed, a program that ends), for a second at
         most."""
 
     def closed(self) -> list[int]:

@@ -23,17 +23,17 @@ class PromptNumbers:
         (`sharing` (m,)); else a number that no other sequence has. Returns those that wait,
         (k,)."""
         self.numbers[sequence] = -1
-        number = self._number_of.get(ids)
-        if number is not None:
-            waits = waiting[self.numbers[waiting] == number]
-            if len(waits) or (self.numbers[sharing] == number).any():
-                self.numbers[sequence] = number
+        prompt_number = self._number_of.get(ids)
+        if prompt_number is not None:
+            waits = waiting[self.numbers[waiting] == prompt_number]
+            if len(waits) or (self.numbers[sharing] == prompt_number).any():
+                self.numbers[sequence] = prompt_number
                 return waits
-        number = int(np.setdiff1d(np.arange(len(self.numbers)), self.numbers)[0])
-        old_ids = self._ids_of.pop(number, None)
-        if old_ids is not None and self._number_of.get(old_ids) == number:
+        prompt_number = int(np.setdiff1d(np.arange(len(self.numbers)), self.numbers)[0])
+        old_ids = self._ids_of.pop(prompt_number, None)
+        if old_ids is not None and self._number_of.get(old_ids) == prompt_number:
             del self._number_of[old_ids]
-        self.numbers[sequence] = number
-        self._number_of[ids] = number
-        self._ids_of[number] = ids
+        self.numbers[sequence] = prompt_number
+        self._number_of[ids] = prompt_number
+        self._ids_of[prompt_number] = ids
         return waiting[:0]

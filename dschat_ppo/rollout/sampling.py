@@ -231,8 +231,8 @@ class StoppingCriteria:
             return [False] * len(tails)
         if further is None:
             further = [()] * len(tails)
-        found = []
+        completes = list[bool]()
         for text, further_strings in zip(self.decode(tails), further, strict=True):
             stop_strings = (*self.stop_strings, *further_strings)
-            found.append(any(stop in text for stop in stop_strings))
-        return found
+            completes.append(any(stop in text for stop in stop_strings))
+        return completes

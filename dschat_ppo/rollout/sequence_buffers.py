@@ -206,22 +206,17 @@ class SequenceBuffers:
         Returns:
             (n,) bool, True for the sequences that it cut.
         """
-        device = self.token_ids.device
-        rows = torch.from_numpy(sequences).to(device)
-        before = torch.from_numpy(counts).to(device)
-        # tokens of each row that can take part in a stop string
+        rows = torch.from_numpy(sequences).to(self.token_ids.device)
         further = [self.stop_strings.get(sequence, ()) for sequence in sequences.tolist()]
+        # tokens of each row that can take part in a stop string
         reaches = [min(self.stopping.reach(texts), self.response_width) for texts in further]
         reach = max(reaches, default=0)
-        first = self.prompt_lengths[rows] + before + 1 - reach
-        columns = first.unsqueeze(1) + torch.arange(reach + new - 1, device=device)
-        ids = self.token_ids[rows].gather(1, columns.clamp_(0, self.width - 1)).tolist()
+        ids = self._newest_ids(rows, counts + 1 - reach, reach + new - 1)
         reasons = self.finish_reasons[rows].tolist()
         lengths = self.response_lengths[rows].tolist()
-        # each new prefix of a response: its row and length, its last tokens, and what ends it
+        # each new prefix of a response: its row and length, and its last tokens
         prefixes = []
         tails = []
-        tail_stops = []
         for row, count in enumerate(counts.tolist()):
             if not self.stopping.stop_strings and not further[row]:
                 continue
@@ -236,9 +231,8 @@ class SequenceBuffers:
                 tail_length = min(reaches[row], length - action_start)
                 prefixes.append((row, length))
                 tails.append(ids[row][end - tail_length : end])
-                tail_stops.append(further[row])
         stopped = np.zeros(len(sequences), dtype=bool)
-        completes = self.stopping.found_in_text(tails, tail_stops)
+        completes = self.stopping.found_in_text(tails, [further[row] for row, _ in prefixes])
         for (row, length), is_complete in zip(prefixes, completes, strict=True):
             if not is_complete or stopped[row]:
                 continue
@@ -247,6 +241,17 @@ class SequenceBuffers:
                 self.finish_reasons[int(sequences[row])] = FinishReason.STOP
                 self.response_lengths[int(sequences[row])] = length
         return stopped
+
+    def _newest_ids(self, rows: Tensor, first: np.ndarray, count: int) -> list[list[int]]:
+        """`count` tokens of each of the `rows` (n,) int64, from the response token `first` (n,) on;
+        where there are none, any."""
+        device = self.token_ids.device
+        first_columns = self.prompt_lengths[rows] + torch.from_numpy(first).to(device)
+        columns = first_columns.unsqueeze(1) + torch.arange(count, device=device)
+        ids: list[list[int]] = (
+            self.token_ids[rows].gather(1, columns.clamp_(0, self.width - 1)).tolist()
+        )
+        return ids
 
     def observe(self, sequence: int, tokens: Sequence[int]) -> None:
         """Go on after the last response token of a finished sequence with tokens that the model did
