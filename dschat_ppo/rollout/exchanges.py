@@ -258,8 +258,8 @@ class CallExchange:
         self._parked.pop(sequence, None)
 
     def _open(self, opened: OpenedSequence) -> None:
-        """Begin a sequence, and let it wait to start. Those that wait with the same prompt, or run
-        and share it, share the prompt."""
+        """Begin a sequence, and let it wait to start. Those that wait with the same prompt share
+        it, and so do those that share it already."""
         sequence = opened.sequence
         pool = self.held.pool
         buffers = self.held.buffers
@@ -276,12 +276,10 @@ class CallExchange:
         sequences.prompt_lengths[sequence] = length
         sequences.start_lengths[sequence] = length
         sequences.limits[sequence] = limit
-        shares = pool.rows.prefix_lengths > 0
-        sharing = pool.rows.sequences[shares]
-        waits = self._prompt_numbers.give(
-            sequence, tuple(opened.prompt_ids), sequences.waiting, sharing
-        )
-        pool.measure(np.append(waits, sequence))
+        prompt_number = self._prompt_numbers.give(sequence, tuple(opened.prompt_ids))
+        waiting = sequences.waiting
+        waits_with_it = waiting[sequences.prompts[waiting] == prompt_number]
+        pool.measure(np.append(waits_with_it, sequence))
         sequences.wait_last(sequence)
         self.held.leave(sequence)
         self._begun += 1

@@ -231,6 +231,21 @@ def test_equal_prompts_are_prefilled_once():
     torch.testing.assert_close(rollout.rollout_logprobs, logprobs, atol=1e-5, rtol=1e-5)
 
 
+def test_a_prompt_that_no_sequence_has_any_more_is_not_shared():
+    """Sequence 0 begins again, with the prompt of sequence 1; then one has the first prompt."""
+    first, second = range(2, 38), range(3, 39)
+    steps = (
+        Step(opened=[OpenedSequence(0, first, seed=0, limit=2)]),
+        Step(after=1, opened=[OpenedSequence(n, second, seed=n, limit=2) for n in (0, 1)]),
+        Step(after=3, opened=[OpenedSequence(2, first, seed=0, limit=2)]),
+    )
+    partner, model = Asking(*steps), model_of("llama")
+    rollout, _ = generate_calls(model, reserved_for(1), ENDLESS, partner)
+    assert partner.ended[0].ids == partner.ended[-1].ids
+    logprobs = plain_logprobs(model, rollout, SAMPLING.temperature)
+    torch.testing.assert_close(rollout.rollout_logprobs, logprobs, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("engine", ["continuous", "padded"])
 def test_without_a_call_there_is_no_row_and_a_cancelled_generation_ends(engine):
     config = replace(ENDLESS, engine=engine)
