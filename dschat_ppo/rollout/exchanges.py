@@ -116,10 +116,13 @@ class TurnExchange:
                 self.partner.end_turn(sequence, ids, count - 1)
 
     def observe(self) -> dict[int, int]:
-        """Let the sequences go on that have a reply; those whose rows have stopped start again.
-        Returns how many tokens of each row are new to the cache: those before its new position,
-        which the next decode step feeds. When memory runs out, no observation is lost: it stays in
-        `observations` until the sequence has it."""
+        """Let the sequences go on that have a reply; those that have lost their rows wait for new
+        ones. The call waits for a reply only if no row runs and none can begin.
+
+        Returns for each sequence that goes on how many tokens are new to the cache: those before
+        its new position, which the next decode step feeds. When memory runs out, no observation is
+        lost: it stays in `observations` until the sequence has it.
+        """
         buffers = self.held.buffers
         pool = self.held.pool
         is_idle = not len(pool.active)
@@ -128,12 +131,12 @@ class TurnExchange:
         uncached = dict[int, int]()
         while self.observations:
             sequence, tokens = self.observations[0]
-            end = int(buffers.response_lengths[sequence])
-            if tokens and end + len(tokens) < int(buffers.limits[sequence]):
+            new_length = int(buffers.response_lengths[sequence]) + len(tokens)
+            if tokens and new_length < int(buffers.limits[sequence]):
                 count = self.held.go_on(sequence, tokens)
                 if count:
                     uncached[sequence] = count
-            else:
+            else:  # the episode is over, or the observation leaves no token for an action
                 pool.drop(sequence)
                 self.held.leave(sequence)
                 if tokens:
