@@ -60,6 +60,20 @@ def test_answers_and_updates_differ_by_rounding_alone(launches, how):
         np.testing.assert_allclose(other["metrics"], expected["metrics"], rtol=1e-4, atol=1e-6)
 
 
+def test_calls_of_one_rank_are_answered_alike_in_the_passes_of_both_and_alone(found):
+    """With weights gathered layer by layer the rank without a program makes the same passes; with
+    whole weights the other one goes on by itself, between any two tokens."""
+    assert [rank["calls"][how]["numbers"] for rank in found[1:] for how in rank["calls"]] == [
+        []
+    ] * 4
+    calls = found[0]["calls"]
+    alone, together = calls["toggled"], calls["layer by layer"]
+    assert len(alone["numbers"]) > 3 and min(map(len, alone["ids"])) < max(map(len, alone["ids"]))
+    for name in ("numbers", "ids"):
+        assert together[name] == alone[name]
+    np.testing.assert_allclose(together["logprobs"], alone["logprobs"], atol=1e-4)
+
+
 def test_ranks_with_answers_of_other_lengths_or_none_lose_no_row(found):
     for rank in found:
         assert rank["uneven"] == found[0]["uneven"] and rank["empty"] == found[0]["empty"]

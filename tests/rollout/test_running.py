@@ -291,6 +291,20 @@ def test_what_nobody_wrote_is_0_wherever_rows_and_slots_go():
 # Pools
 
 
+def test_when_slots_run_out_the_rows_that_wait_stop_first_if_that_is_set():
+    """Rows of 8 slots, of which four more are needed; sequence 1 has the longest answer but waits,
+    sequence 0 the shortest that does not."""
+    sequences = sequences_of([1, 1, 1])
+    for parked_first, stopped in ((True, [1]), (False, [0])):
+        pool = RunningPool(sequences, KVCache(1, 1), 999, STEP, 0, parked_first)
+        pool.start(np.arange(3))
+        pool.rows.positions = np.array([6, 8, 7])
+        pool.park(1, 8)
+        pool.most_slots = SPARE + 1 + int(pool.rows.sizes.sum())
+        assert pool.stop_for_slots() == stopped
+        pool.clear()
+
+
 def test_free_slots_are_taken_from_the_first_run_with_room_and_join_again():
     free = FreeSlots(1, 20)
     assert free.take([3, 5]) == [1, 4] and free.take([12]) is None and free.take([11]) == [9]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from deepspeed.runtime.zero import parameter_offload
+from scripted_calls import SAMPLING, STOPPING, ScriptedCalls, reserved_for
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.seeding import row_seeds, seed_everything
@@ -24,7 +25,8 @@ from dschat_ppo.data.prepare import prepare
 from dschat_ppo.models.adapters.layers import adapter_layers
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.wrapped_models import PolicyModel, response_logprobs
-from dschat_ppo.rollout.generation_request import RolloutRequest
+from dschat_ppo.rollout.continuous_batching import never
+from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
 from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.sampling import StoppingCriteria
 from workers.ppo_setup import experience_of, ppo_of, score_answers, train_on
@@ -117,6 +119,23 @@ def generate_some(ppo, count: int, max_new_tokens: int):
         seeds = row_seeds(count * dist.rank(), count, 0)
         request = RolloutRequest(batch, seeds)
         return generate(model, request, config, ppo.engines.hybrid.max_over_ranks)
+
+
+def late_calls(ppo) -> dict:
+    """What programs of rank 0 get that call the model whenever they like; rank 1 has none."""
+    partner = ScriptedCalls(2 if dist.rank() == 0 else 0, plan=1, schedule=0)
+    config = GenerationConfig(SAMPLING, STOPPING)
+    rollout, numbers = ppo.collection.sampler.generate.answer_calls(
+        reserved_for(2), config, never, partner
+    )
+    return {
+        "numbers": numbers,
+        "ids": [
+            ids[mask].tolist()
+            for ids, mask in zip(rollout.response_ids, rollout.real_mask, strict=True)
+        ],
+        "logprobs": rollout.rollout_logprobs[rollout.response_mask].tolist(),
+    }
 
 
 def toggle_many(ppo) -> dict:
@@ -239,11 +258,13 @@ def main() -> None:
             "toggles": toggle_many(first),
             "uneven": uneven(first, False),
             "empty": uneven(first, True),
+            "calls": {},
         }
         found["dropout"] = dropout_in_scoring(assets)
         for name, (stage, words) in STEPS.items():
             ppo = ppo_with(assets, stage, *words)
             found["steps"][name] = two_steps(ppo, toggles=3 * (name == "toggled"))
+            found["calls"][name] = late_calls(ppo)
     layouts = [(2, "fp32"), (3, "fp32")]
     found["adapters"] = {  # on one rank ZeRO-3 does not copy what it gathers
         f"{stage} {dtype}": switch_adapters(assets, stage, dtype)

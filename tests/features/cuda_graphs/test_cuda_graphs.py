@@ -9,11 +9,16 @@ from fake_graphs import FakeDevice, FakeGraph
 from generation import assert_same, warnings_of
 from generation import run as run_on
 from pooled_runs import LITTLE, pooled, small_segments  # noqa: F401
+from scripted_calls import SAMPLING as CALLS
+from scripted_calls import STOPPING as CALL_ENDS
+from scripted_calls import ScriptedCalls, reserved_for
 from tiny_models import LENGTHS, new_model
 
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.features.cuda_graphs.step_recorders import RolloutGraphs
 from dschat_ppo.rollout import continuous_batching, generator, static_steps
+from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
+from dschat_ppo.rollout.generator import generate_calls
 from dschat_ppo.rollout.kv_cache import KVCache
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.static_steps import StaticDecoder
@@ -76,6 +81,34 @@ def test_replayed_steps_equal_those_of_python(model, sampling, device, caplog):
     assert device.stream is device.main and device.sync_mode == 0
     assert len(set(map(id, device.pools))) == 1
     assert device.streams == 1 and device.synchronised == device.emptied == 0
+
+
+def test_calls_that_open_late_replay_the_graphs_of_the_generation_before(device, monkeypatch):
+    """Recorded steps read the prompts, limits and seeds of sequences that open between them."""
+
+    def answers(graphs):
+        partner = ScriptedCalls(3, plan=0, schedule=0)
+        config = GenerationConfig(CALLS, CALL_ENDS, rows=6)
+        reserved = reserved_for(3)
+        found = generate_calls(model, reserved, config, partner, recorder=graphs)
+        return found, partner.turns
+
+    model = new_model("llama")
+    (expected, numbers), turns = answers(None)
+    monkeypatch.setattr(RolloutRequest, "on_gpu", True)
+    monkeypatch.setattr(continuous_batching, "CPU_POLL", continuous_batching.POLL)
+    graphs = RolloutGraphs()
+    for _ in range(2):
+        captures = graphs.recorder.captures
+        (found, found_numbers), found_turns = answers(graphs)
+        assert found_numbers == numbers
+        assert_same(found, expected)
+        for episode, other_episode in zip(found_turns, turns, strict=True):
+            for calls, other_calls in zip(episode, other_episode, strict=True):
+                for call, other in zip(calls, other_calls, strict=True):
+                    assert (call.ids, call.reason) == (other.ids, other.reason)
+    assert graphs.recorder.captures < 2 * captures, "most graphs are those of the first time"
+    assert captures > 0 and device.replays > 20
 
 
 def test_one_graph_is_captured_for_each_bucket_of_all_rollouts(device, monkeypatch):
