@@ -63,9 +63,7 @@ def test_answers_and_updates_differ_by_rounding_alone(launches, how):
 def test_calls_of_one_rank_are_answered_alike_in_the_passes_of_both_and_alone(found):
     """With weights gathered layer by layer the rank without a program makes the same passes; with
     whole weights the other one goes on by itself, between any two tokens."""
-    assert [rank["calls"][how]["numbers"] for rank in found[1:] for how in rank["calls"]] == [
-        []
-    ] * 4
+    assert [calls["numbers"] for calls in found[1]["calls"].values()] == [[], []]
     calls = found[0]["calls"]
     alone, together = calls["toggled"], calls["layer by layer"]
     assert len(alone["numbers"]) > 3 and min(map(len, alone["ids"])) < max(map(len, alone["ids"]))

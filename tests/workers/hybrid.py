@@ -264,7 +264,8 @@ def main() -> None:
         for name, (stage, words) in STEPS.items():
             ppo = ppo_with(assets, stage, *words)
             found["steps"][name] = two_steps(ppo, toggles=3 * (name == "toggled"))
-            found["calls"][name] = late_calls(ppo)
+            if name in ("layer by layer", "toggled"):
+                found["calls"][name] = late_calls(ppo)
     layouts = [(2, "fp32"), (3, "fp32")]
     found["adapters"] = {  # on one rank ZeRO-3 does not copy what it gathers
         f"{stage} {dtype}": switch_adapters(assets, stage, dtype)
