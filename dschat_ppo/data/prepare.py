@@ -141,14 +141,14 @@ def _prepare_table(
         raw_rows = raw_rows.select(range(min(step.most_rows, len(raw_rows))))
     raw_eval_rows = rows_of_eval_splits(opened, eval_splits, step)
     columns = list(raw_rows.columns)
-    first = list[Row]()
+    first_rows = list[Row]()
     for index in range(len(raw_rows)):
         row = raw_rows[index]
-        if isinstance(row, dict):
-            first.append(row)
-        if len(first) == FIRST_ROWS:
+        if isinstance(row, dict):  # else a text says why it cannot be read
+            first_rows.append(row)
+        if len(first_rows) == FIRST_ROWS:
             break
-    settings = settings_by_first_rows(source, columns, first, step, tokenizer, is_only)
+    settings = settings_by_first_rows(source, columns, first_rows, step, tokenizer, is_only)
 
     count = len(raw_rows)
     train_rows = np.arange(count)
@@ -182,7 +182,7 @@ def rows_of_eval_splits(opened: OpenSet, eval_splits: list[str], step: StepData)
 def settings_by_first_rows(
     source: DataSource,
     columns: list[str],
-    first: list[dict[str, Any]],
+    first_rows: list[dict[str, Any]],
     step: StepData,
     tokenizer: PreTrainedTokenizerBase,
     is_only: bool,
@@ -196,10 +196,12 @@ def settings_by_first_rows(
     if step.content is not None:
         step = replace(step, content=step.content.of_source(source.location))
         form_columns = step.content.columns_left(columns)
-        first = rows_for_form(first, step)
+        first_rows = rows_for_form(first_rows, step)
     has_template = tokenizer.chat_template is not None
     use = step.form_use
-    form = detect_form(source.location, form_columns, first, has_template, step.flags, is_only, use)
+    form = detect_form(
+        source.location, form_columns, first_rows, has_template, step.flags, is_only, use
+    )
     logger().info(f"data: {source.spec}: {form.description}")
     if form.warning:
         logger().warning(f"data: {source.spec}: {form.warning}")
@@ -312,16 +314,16 @@ def joined(
         return Dataset.from_dict({}), names
     tables_with_source = list[Dataset]()
     orders = list[np.ndarray]()
-    before = 0
+    rows_before = 0  # in the tables before this one
     for index, (table, count) in enumerate(zip(token_tables, counts, strict=True)):
         times, rest = divmod(count, max(1, len(table.order)))
-        orders += [before + table.order] * times
+        orders += [rows_before + table.order] * times
         generator = shared_generator(SPLIT_SEED, _MIX, index)
         shuffled = torch.randperm(len(table.order), generator=generator)
-        orders.append(before + table.order[shuffled[:rest].sort().values.numpy()])
+        orders.append(rows_before + table.order[shuffled[:rest].sort().values.numpy()])
         source = np.full(len(table.rows), names.index(table.source.name), dtype=np.int32)
         tables_with_source.append(table.rows.add_column("source", source, feature=Value("int32")))
-        before += len(table.rows)
+        rows_before += len(table.rows)
     order = np.concatenate(orders)
     rows = datasets.concatenate_datasets(tables_with_source)
     if not np.array_equal(order, np.arange(len(rows))):

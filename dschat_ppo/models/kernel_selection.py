@@ -35,6 +35,16 @@ from dschat_ppo.models.state_layers import can_go_on, state_layers
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.types import Model
 
+PROBE_ROWS = 3
+PROBE_TOKENS = 16
+# mean difference of log-probs and entropies, in nats
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+# mean difference between packed and padded rows, relative to the standard deviation of the numbers
+PACKED_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
+# settings of configurations
+ATTENTION_DROPOUTS = "attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"
+LEAK_TOLERANCE = 1e-3  # the same products in the same order: only their grouping can differ
+
 
 def check_attention(
     config: StepConfig, flag: str, folder: str, scalar: bool, kinds: Sequence[LMKind] = ()
@@ -98,17 +108,6 @@ def apply_memory_flags(
         attention=flags.attn_implementation,
         offload_activations=flags.offload_activations,
     )
-
-
-PROBE_ROWS = 3
-PROBE_TOKENS = 16
-# mean difference of log-probs and entropies, in nats
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-# mean difference between packed and padded rows, relative to the standard deviation of the numbers
-PACKED_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
-# settings of configurations
-ATTENTION_DROPOUTS = "attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"
-LEAK_TOLERANCE = 1e-3  # the same products in the same order: only their grouping can differ
 
 
 @torch.no_grad()
@@ -210,10 +209,10 @@ def _select_packed(
     config = module.config.get_text_config()
     # dropout takes another kernel in training; here it is off
     has_dropout = any(getattr(config, name, None) for name in ATTENTION_DROPOUTS)
-    several_calls = torch.full_like(leak, has_dropout or not recorded.in_one_call)
+    needs_several_calls = has_dropout or not recorded.in_one_call
     largest_difference = _largest(difference)
     leaks = _largest(leak)
-    in_one_call = _largest(several_calls) == 0
+    in_one_call = _largest(torch.full_like(leak, needs_several_calls)) == 0  # on all ranks
 
     reason = None
     if error:

@@ -60,9 +60,8 @@ class PendingScores:
             return scores
         left_group = scores.left_group
         if left_group is not None and self.greedy.left_group is not None:
-            left_group = (
-                left_group | self.greedy.left_group
-            )  # without a baseline, all responses leave
+            # without a baseline, all responses to a prompt leave
+            left_group = left_group | self.greedy.left_group
         return replace(scores, baselines=self.greedy.total, left_group=left_group)
 
 
