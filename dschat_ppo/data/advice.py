@@ -100,6 +100,12 @@ class Advice:
         known = self._sets_for(use)
         if known:
             return as_known_set(known)
+        if use == "unpaired" and not self.pairs:
+            return (
+                "--label_column names a column that says whether an answer is good (true or false,"
+                " 1 or 0, good or bad); a function that makes rows with such a label (--data_format"
+                " FILE.py:FUNCTION) can read others"
+            )
         return self._by_names
 
     def _sets_for(self, use: Use | None) -> tuple[str, ...]:
@@ -114,6 +120,15 @@ class Advice:
         if self.sets:
             return ()
         return self.pairs + self.labels + self.singles
+
+    @property
+    def columns_of_answers(self) -> set[str]:
+        """The columns that hold two answers."""
+        columns = set[str]()
+        for choice in self.pairs:
+            for flag in ("chosen_column", "rejected_column"):
+                columns.add(choice.flags[flag].split(".")[0])
+        return columns
 
     @property
     def for_any(self) -> str:
@@ -206,6 +221,11 @@ def _of_pairs(columns: list[str], rows: list[Row]) -> tuple[tuple[Choice, ...], 
         for each in verdicts
     ]
     if not choices and named is None:
+        for numbers in _numbers_of_answers(columns, rows, answers):
+            condition = (
+                f"if the larger of {' and '.join(map(repr, numbers))} is the better answer's"
+            )
+            choices.append(Choice(condition, {**flags, "better_column": ",".join(numbers)}))
         for column in _with_signs(columns, rows):
             signed = {**flags, "better_column": column}
             turned = {**signed, "chosen_column": second, "rejected_column": first}
@@ -214,6 +234,22 @@ def _of_pairs(columns: list[str], rows: list[Row]) -> tuple[tuple[Choice, ...], 
     if not choices:
         choices.append(Choice(f"if '{first}' is always the better answer", flags))
     return tuple(choices), verdict
+
+
+def _numbers_of_answers(
+    columns: list[str], rows: list[Row], answers: tuple[str, str]
+) -> Iterator[tuple[str, str]]:
+    """Pairs of columns with a number for each of two answers, whose names end as those of the
+    answers: `helpfulness_A` and `helpfulness_B`."""
+    for first_end, second_end in SIDES:
+        if not (answers[0].endswith(first_end) and answers[1].endswith(second_end)):
+            continue
+        for first in columns:
+            pair = (first, first.removesuffix(first_end) + second_end)
+            values = [row.get(column) for row in rows for column in pair]
+            if pair[0] != pair[1] and pair[1] in columns and None not in map(number_in, values):
+                yield pair
+        return
 
 
 def _with_signs(columns: list[str], rows: list[Row]) -> Iterator[str]:

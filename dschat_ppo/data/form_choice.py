@@ -26,7 +26,7 @@ from dschat_ppo.data.form_readers import is_transcript
 from dschat_ppo.data.form_rendering import Candidate, rendering_of
 from dschat_ppo.data.form_sample import DataSample, exists, quoted_names, sample_of
 from dschat_ppo.data.forms import Form, RowReader, rows_made
-from dschat_ppo.data.messages import ROLES
+from dschat_ppo.data.messages import ROLES, turns_in
 from dschat_ppo.data.readings import Trial
 from dschat_ppo.data.unread import UnreadError, WatchedColumns
 from dschat_ppo.data.uses import further_uses
@@ -184,7 +184,7 @@ def _form_of(sample: DataSample, candidate: Candidate) -> Form:
         if _holds_no_transcript(sample, reader):
             raise UnreadError(
                 f"{name}: has the columns {quoted_columns}, of which '{reader.columns['messages']}'"
-                " is text without turns that start with '\\n\\nHuman:' and '\\n\\nAssistant:'",
+                " is no text with turns that start with '\\n\\nHuman:' and '\\n\\nAssistant:'",
                 advice.for_any,
                 choices=advice.all_choices,
             )
@@ -228,12 +228,14 @@ def _form_of(sample: DataSample, candidate: Candidate) -> Form:
 
 
 def _holds_no_transcript(sample: DataSample, reader: RowReader) -> bool:
-    """Whether a column is taken for a conversation by its name alone, but holds other texts."""
+    """Whether a column is taken for a conversation in one text by its name alone, but holds
+    something else."""
     column = reader.columns.get("messages")
     if sample.of_content or sample.flags.data_format != "auto" or column is None:
         return False
     values = [json_value(row.get(column)) for row in sample.rows]
-    return all(isinstance(value, str) and not is_transcript(value) for value in values)
+    are_other_texts = all(isinstance(value, str) and not is_transcript(value) for value in values)
+    return are_other_texts or all(turns_in(value) for value in values)
 
 
 def _first_rows_made(name: str, rows: list[Row], function: str) -> list[Row]:

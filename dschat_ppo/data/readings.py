@@ -79,7 +79,8 @@ class Trial:
         for choice in choices:
             best: Reading | None = None
             for prompt in self._prompts_beside(choice):
-                reading = self._read_with({**prompt, **choice.flags}, use or "preference")
+                flags = {**prompt, **choice.flags}
+                reading = self._read_with_system(flags, use or "preference")
                 if reading is not None and (best is None or not reading.dropped):
                     best = reading
                 if best is not None and not best.dropped:
@@ -112,7 +113,10 @@ class Trial:
             return []
         readings = dict[tuple[str, ...], Reading]()
         for change in changes:
-            reading = self._read_with(change, use)
+            if lost:  # among the changes are those that keep a system message
+                reading = self._read_with(change, use)
+            else:
+                reading = self._read_with_system(change, use)
             if reading is not None:
                 readings.setdefault(reading.columns, reading)
             if len(readings) + len(ways) == MOST_WAYS:
@@ -220,6 +224,17 @@ class Trial:
         dropped = tuple(column for column in further if column.lower() in OF_PROMPTS)
         return Reading(flags, columns, dropped)
 
+    def _read_with_system(self, change: dict[str, Any], use: Use) -> Reading | None:
+        """As `_read_with`, with a flag that makes chat messages of the prompts if their system
+        messages would be left out without it."""
+        reading = self._read_with(change, use)
+        if reading is None or not _leaves_out_system(reading):
+            return reading
+        as_chat = self._read_with({**change, "apply_chat_template": True}, use)
+        if as_chat is None or _leaves_out_system(as_chat):
+            return reading
+        return as_chat
+
     def _unread_of_prompt(self, form: Form, ignored: list[str]) -> list[str]:
         """The columns with content of a prompt that a form neither reads nor names."""
         left = [
@@ -246,6 +261,10 @@ class Trial:
                 has_examples = has_examples or bool(examples)
                 read += 1
         return has_examples and 2 * read >= len(self.rows)
+
+
+def _leaves_out_system(reading: Reading) -> bool:
+    return not set(SYSTEM_COLUMNS).isdisjoint(reading.flags.get("ignore_columns", ()))
 
 
 def _reading_in_words(reading: Reading) -> str:

@@ -73,8 +73,11 @@ class WatchedColumns:
         if not lost:
             return
         of_pairs = list[str]()
+        answers = _OF_PAIRS
+        if use in ("preference", "unpaired"):
+            answers = answers | self.advice.columns_of_answers
         for column, value in lost.items():
-            if column in _OF_PAIRS or self._is_verdict(column, value):
+            if column in answers or self._is_verdict(column, value):
                 of_pairs.append(column)
         choices = list[Choice]()
         column = next(iter(lost))
@@ -86,7 +89,7 @@ class WatchedColumns:
             flags = {f"{role}_column": self.by_role[role] for role in ("chosen", "rejected")}
             condition = f"if '{column}' says which answer is better"
             choices.append(Choice(condition, {**flags, "better_column": column}))
-        if choices and column not in _OF_PAIRS and "chosen" in self.by_role:
+        if choices and column not in answers and "chosen" in self.by_role:
             condition = f"if '{self.by_role['chosen']}' is always the better answer"
             choices.append(Choice(condition, {"ignore_columns": " ".join(of_pairs)}))
         value = lost[column]

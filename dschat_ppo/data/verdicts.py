@@ -308,7 +308,7 @@ def lead_by_names(column: str, value: Any, answers: Answers) -> int | None:
 def may_be_verdicts(column: str, values: Sequence[Any]) -> bool:
     """Whether a column is named like a verdict and holds numbers, words or booleans."""
     is_named = re.search(
-        "prefer|better|winner|winning|verdict|judg|choice|chosen|label|vote",
+        "prefer|better|best|winner|winning|verdict|judg|choice|chosen|label|vote",
         column,
     )
     short = [

@@ -114,6 +114,29 @@ CASES = {
         "prompt",
         [[(Q, [])], [("Row 7", [])]],  # what leaves out less comes first
     ),
+    "names of both answers and a verdict": (
+        [
+            {"prompt": Q, "chosen_response": one, "rejected_response": two, "human_choice": choice}
+            for one, two, choice in ((GOOD, BAD, "chosen"), (BAD, GOOD, "rejected"))
+        ],
+        "preference",
+        [[(Q, [GOOD, BAD])] * 2],
+    ),
+    "a number for each answer": (
+        [{"prompt": Q, "response_A": BAD, "response_B": GOOD, "helpful_A": 1, "helpful_B": 4.5}],
+        "preference",
+        [[(Q, [GOOD, BAD])]],
+    ),
+    "a list of answers beside messages": (
+        [{"messages": [ASK], "responses": [{"content": BAD}, {"content": GOOD}], "best_index": 1}],
+        "preference",
+        [[(Q, [GOOD, BAD])]],
+    ),
+    "pairs of roles and texts in a column of transcripts": (
+        [{"dialogue": [["human", Q], ["gpt", GOOD]]}],
+        "sft",
+        [[(Q, [GOOD])]],
+    ),
     "prompts beside pairs": (
         [{"question": Q, "response_j": GOOD, "response_k": BAD}],
         "prompt",
@@ -126,6 +149,22 @@ CASES = {
 def test_each_way_out_reads_the_rows(name):
     rows, use, expected = CASES[name]
     assert read_by_ways(rows, use) == expected
+
+
+def test_a_system_message_beside_an_instruction_is_kept():
+    rows = [{"instruction": Q, "answer": "42", "system": "Be brief."}]
+    with pytest.raises(UserError) as caught:
+        read(rows, "prompt")
+    assert str(caught.value).endswith(
+        "--apply_chat_template True reads 'instruction' as chat messages"
+    )
+    [example] = read(rows, "prompt", prompt_column="instruction", apply_chat_template=True)
+    assert example.prompt == [system("Be brief."), user(Q)]
+
+
+def test_ratings_of_single_answers_are_told_what_can_read_them():
+    with pytest.raises(UserError, match="--data_format FILE.py:FUNCTION. can read others$"):
+        read([{"messages": [ASK, assistant(GOOD)], "rating": 4}], "unpaired")
 
 
 def test_what_a_question_is_about_is_left_out_only_by_name_and_last():
