@@ -221,11 +221,11 @@ def _of_pairs(columns: list[str], rows: list[Row]) -> tuple[tuple[Choice, ...], 
         for each in verdicts
     ]
     if not choices and named is None:
-        for numbers in _numbers_of_answers(columns, rows, answers):
+        for score_columns in _numbers_of_answers(columns, rows, answers):
             condition = (
-                f"if the larger of {' and '.join(map(repr, numbers))} is the better answer's"
+                f"if the larger of {' and '.join(map(repr, score_columns))} is the better answer's"
             )
-            choices.append(Choice(condition, {**flags, "better_column": ",".join(numbers)}))
+            choices.append(Choice(condition, {**flags, "better_column": ",".join(score_columns)}))
         for column in _with_signs(columns, rows):
             signed = {**flags, "better_column": column}
             turned = {**signed, "chosen_column": second, "rejected_column": first}
@@ -257,13 +257,13 @@ def _with_signs(columns: list[str], rows: list[Row]) -> Iterator[str]:
     difference, or they have numbers below and above 0."""
     for column in columns:
         values = [row[column] for row in rows if row.get(column) is not None]
-        numbers = [number for number in map(number_in, values) if number is not None]
-        if not numbers or len(numbers) < len(values):
+        leads = [lead for lead in map(number_in, values) if lead is not None]
+        if not leads or len(leads) < len(values):
             continue
         is_named = re.search(
             r"(^|_)(margin|diff|difference|gap|delta|strength|lead)s?($|_)", column
         )
-        if is_named or min(numbers) < 0 < max(numbers):
+        if is_named or min(leads) < 0 < max(leads):
             yield column
 
 
