@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import islice, permutations
 from typing import Any, NamedTuple
 
 from dschat_ppo.config.data_flags import Use
@@ -59,6 +59,7 @@ _ANSWER_WORDS = re.compile(
     r"response|answer|output|completion|generation|summary|reply|text|option|candidate|caption"
     r"|conversation|translation"
 )
+_MOST_SCORES = 3  # pairs of columns with scores that a message names
 _PAIR = "prompt chosen rejected"  # columns that are no sign of one data set
 
 
@@ -221,7 +222,7 @@ def _of_pairs(columns: list[str], rows: list[Row]) -> tuple[tuple[Choice, ...], 
         for each in verdicts
     ]
     if not choices and named is None:
-        for score_columns in _numbers_of_answers(columns, rows, answers):
+        for score_columns in islice(_numbers_of_answers(columns, rows, answers), _MOST_SCORES):
             condition = (
                 f"if the larger of {' and '.join(map(repr, score_columns))} is the better answer's"
             )
