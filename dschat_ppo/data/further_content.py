@@ -24,6 +24,10 @@ class FurtherContent(Protocol):
         """What token rows depend on."""
         ...
 
+    def kept(self, content: bytes) -> Any:
+        """What stands for bytes of a table in its rows."""
+        ...
+
     def of_source(self, location: str) -> FurtherContent:
         """That of a data set, by the file or folder that it is in."""
         ...

@@ -33,7 +33,7 @@ from dschat_ppo.data.form_choice import FIRST_ROWS, detect_form
 from dschat_ppo.data.forms import Form, check_flags_used
 from dschat_ppo.data.lazy_rows import TrainingRows, rows_at_hand
 from dschat_ppo.data.rows import RawRows, read_splits
-from dschat_ppo.data.shards import Row
+from dschat_ppo.data.shards import KeepBytes, Row, number_of_bytes
 from dschat_ppo.data.sources import (
     DataSource,
     OpenSet,
@@ -136,7 +136,7 @@ def _prepare_table(
     cache = step.flags.data_output_path
     opened = open_set(source, cache)
     groups, eval_splits = opened.chosen(only_evaluates=only_evaluates)
-    raw_rows = read_splits(opened, groups, cache)
+    raw_rows = read_splits(opened, groups, cache, _bytes_of(step))
     if step.most_rows is not None:
         raw_rows = raw_rows.select(range(min(step.most_rows, len(raw_rows))))
     raw_eval_rows = rows_of_eval_splits(opened, eval_splits, step)
@@ -176,7 +176,16 @@ def rows_of_eval_splits(opened: OpenSet, eval_splits: list[str], step: StepData)
     them."""
     if not eval_splits or step.eval_paths or step.eval_fraction is None:
         return None
-    return read_splits(opened, [(eval_splits, "")], step.flags.data_output_path)
+    cache = step.flags.data_output_path
+    return read_splits(opened, [(eval_splits, "")], cache, _bytes_of(step))
+
+
+def _bytes_of(step: StepData) -> KeepBytes:
+    """What stands for bytes in the rows of a step."""
+    if step.content is None:
+        return number_of_bytes
+    keep: KeepBytes = step.content.kept
+    return keep
 
 
 def settings_by_first_rows(

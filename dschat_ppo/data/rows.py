@@ -16,7 +16,7 @@ from datasets import Dataset
 
 from dschat_ppo.common.stop_requests import raise_if_stop_requested
 from dschat_ppo.data.cache import cached, rows_key
-from dschat_ppo.data.shards import Raw, Shard, read_shard
+from dschat_ppo.data.shards import KeepBytes, Raw, Shard, number_of_bytes, read_shard
 from dschat_ppo.data.sources import Group, OpenSet
 from dschat_ppo.errors import UserError, reading
 
@@ -48,7 +48,12 @@ class RawRows:
         return RawRows(self.table.select(indices), self.columns)
 
 
-def read_splits(opened: OpenSet, groups: Sequence[Group], cache_dir: str | None) -> RawRows:
+def read_splits(
+    opened: OpenSet,
+    groups: Sequence[Group],
+    cache_dir: str | None,
+    keep: KeepBytes = number_of_bytes,
+) -> RawRows:
     """The rows of groups of splits, one group after another.
 
     Args:
@@ -56,6 +61,7 @@ def read_splits(opened: OpenSet, groups: Sequence[Group], cache_dir: str | None)
         groups: each gives the rows of its splits in the order of the shards, or the slice of these
             rows that it asks for.
         cache_dir: folder of the cache; None: that of `datasets`.
+        keep: what stands for the bytes of tables.
 
     Raises:
         UserError: a slice cannot be read, or has no rows.
@@ -65,7 +71,7 @@ def read_splits(opened: OpenSet, groups: Sequence[Group], cache_dir: str | None)
     for names, slice_spec in groups:
         shard_tables = list[Dataset]()
         for shard in opened.shards(names):
-            rows = _stored(shard, cache_dir)
+            rows = _stored(shard, cache_dir, keep)
             shard_tables.append(rows.table)
             columns |= dict.fromkeys(rows.columns)
         table = datasets.concatenate_datasets(shard_tables)
@@ -80,7 +86,7 @@ def read_splits(opened: OpenSet, groups: Sequence[Group], cache_dir: str | None)
     return RawRows(datasets.concatenate_datasets(tables), tuple(columns))
 
 
-def _stored(shard: Shard, cache_dir: str | None) -> RawRows:
+def _stored(shard: Shard, cache_dir: str | None, keep: KeepBytes) -> RawRows:
     """The rows of a shard from the cache below `cache_dir`; they are read and written if they are
     not there yet."""
 
@@ -90,7 +96,7 @@ def _stored(shard: Shard, cache_dir: str | None) -> RawRows:
         first_row = ""
         path = str(folder / "rows_00000.arrow")
         with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as writer:
-            for batch in read_shard(shard):
+            for batch in read_shard(shard, keep=keep):
                 raise_if_stop_requested("prepared the data")
                 for row in batch.rows:
                     if isinstance(row, dict):
@@ -105,6 +111,9 @@ def _stored(shard: Shard, cache_dir: str | None) -> RawRows:
             raise UserError(f"{shard.flag} {shard.name}: {problem}")
         (folder / _COLUMNS).write_text(json.dumps(list(columns)), encoding="utf-8")
 
-    table = cached(cache_dir, rows_key(shard.key, shard.name), write)
+    made_from = [shard.key, shard.name]
+    if keep is not number_of_bytes:
+        made_from.append("bytes are kept")
+    table = cached(cache_dir, rows_key(*made_from), write)
     file_of_columns = Path(table.cache_files[0]["filename"]).with_name(_COLUMNS)
     return RawRows(table, tuple(json.loads(file_of_columns.read_bytes())))

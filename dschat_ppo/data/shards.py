@@ -45,6 +45,7 @@ NumberedRows = Iterator[tuple[int, Raw]]  # rows with their numbers from 1 on
 # What a shard needs to read on behind a row, in numbers, texts, lists and dicts; each kind of shard
 # has its own
 Offset = Any
+KeepBytes = Callable[[bytes], Any]  # bytes of a table -> what stands for them in a row
 RowsWithOffsets = Iterator[tuple[int, Raw, Offset]]  # numbers, rows, and the offset behind each
 
 
@@ -69,12 +70,19 @@ class Batch:
     end: Any = None
 
 
-def read_shard(shard: Shard, offset: Offset = None) -> Iterator[Batch]:
+def number_of_bytes(content: bytes) -> Any:
+    """What stands for bytes in a row whose bytes nobody reads."""
+    return {"bytes": len(content)}
+
+
+def read_shard(
+    shard: Shard, offset: Offset = None, keep: KeepBytes = number_of_bytes
+) -> Iterator[Batch]:
     """The rows of a shard from an offset on. A `UserError` names the shard and its flag."""
     name = shard.name
     try:
         with reading("cannot be read"):
-            rows_left = shard.numbered_rows(offset)
+            rows_left = shard.numbered_rows(offset, keep)
             batch = list(islice(rows_left, BATCH_ROWS))
             while batch:
                 origins = [f"{name}, row {row_number}" for row_number, _, _ in batch]
@@ -105,7 +113,7 @@ class SplitShard:
         self.rows: IterableDataset = rows.with_format("arrow")
         self.start = self.rows.state_dict()
 
-    def numbered_rows(self, offset: Offset) -> RowsWithOffsets:
+    def numbered_rows(self, offset: Offset, keep: KeepBytes = number_of_bytes) -> RowsWithOffsets:
         """The rows behind an offset: [state of `datasets` before a table of rows, number of rows
         before that table, number of the row that the offset is behind]."""
         state, row_number, last_number = offset or (self.start, 0, 0)
@@ -113,7 +121,7 @@ class SplitShard:
         self.rows.load_state_dict(state)
         for table in self.rows.iter(batch_size=BATCH_ROWS):
             rows_before = row_number
-            for row in _rows_of_table(table):
+            for row in _rows_of_table(table, keep):
                 row_number += 1
                 if row_number > last_number:
                     yield row_number, row, [state, rows_before, row_number]
@@ -161,7 +169,7 @@ class FileShard:
                     " repository"
                 )
 
-    def numbered_rows(self, offset: Offset) -> RowsWithOffsets:
+    def numbered_rows(self, offset: Offset, keep: KeepBytes = number_of_bytes) -> RowsWithOffsets:
         """The rows behind an offset. That of lines of text or JSON is [bytes, lines] of the file
         that are read already; that of other files is the number of a row, and they are read from
         their start."""
@@ -193,7 +201,7 @@ class FileShard:
         if kind == "json":
             rows = _json_rows(self.path)
         elif kind in ("parquet", "arrow"):
-            rows = _table_rows(self.path, kind, last_number)
+            rows = _table_rows(self.path, kind, last_number, keep)
         else:
             rows = _separated_rows(self.path, "," if kind == "csv" else "\t")
         for row_number, row in rows:
@@ -263,7 +271,7 @@ def _checked_row(row: Any) -> Row:
 # Parquet and Arrow
 
 
-def _table_rows(path: Path, kind: str, last_number: int) -> NumberedRows:
+def _table_rows(path: Path, kind: str, last_number: int, keep: KeepBytes) -> NumberedRows:
     """The rows from the batch on that holds the one behind row `last_number`."""
     source: Any
     if path.suffix.lower() in COMPRESSED:
@@ -282,25 +290,25 @@ def _table_rows(path: Path, kind: str, last_number: int) -> NumberedRows:
     rows_before = 0
     for batch in batches:
         if rows_before + len(batch) > last_number:
-            rows = _rows_of_table(pa.Table.from_batches([batch]))
+            rows = _rows_of_table(pa.Table.from_batches([batch]), keep)
             yield from enumerate(rows, rows_before + 1)
         rows_before += len(batch)
 
 
-def _rows_of_table(table: pa.Table) -> list[Row]:
-    """Rows in values of JSON: dates and decimals as text, of bytes only their number."""
+def _rows_of_table(table: pa.Table, keep: KeepBytes) -> list[Row]:
+    """Rows in values of JSON: dates and decimals as text, and for bytes what `keep` gives."""
     table.validate(full=True)  # the only check that its text is UTF-8
     if len(set(table.column_names)) < table.num_columns:
         raise UserError(f"several columns have the same name: {', '.join(table.column_names)}")
     rows = [_without_padding(row) for row in table.to_pylist()]
-    return json.loads(json.dumps(rows, default=_value_for_json))
 
+    def value_for_json(value: Any) -> Any:
+        """What stands for a value that JSON has not."""
+        if isinstance(value, bytes):
+            return keep(value)
+        return str(value)
 
-def _value_for_json(value: Any) -> Any:
-    """What stands for a value that JSON has not."""
-    if isinstance(value, bytes):
-        return {"bytes": len(value)}
-    return str(value)
+    return json.loads(json.dumps(rows, default=value_for_json))
 
 
 def _without_padding(value: Any, is_of_tools: bool = False) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError
 from dschat_ppo.features import hooks
@@ -41,6 +42,16 @@ def check_language_model(
     require_length(folder, longest, limits)
     check_attention(config, flag, folder, scalar=False, kinds=changes.kinds)
     return model_config
+
+
+def data_of_model(config: StepConfig, folder: str, tokenizer: PreTrainedTokenizerBase) -> StepData:
+    """What a step reads of its data, for the model in `folder` that trains. A feature offers
+    `step_data.read_by_model(config, data, folder, tokenizer)`, which gives `data` with content that
+    this model takes besides text."""
+    data = config.step_data
+    for read_by_model in hooks("step_data.read_by_model"):
+        data = read_by_model(config, data, folder, tokenizer)
+    return data
 
 
 def check_same_tokens(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -141,12 +142,14 @@ def log_samples(
 
 def row_sample(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> str:
     """The text of a token row, special tokens included, with the tokens that train in ⟦ ⟧, if it
-    has responses; of a long text its start and end. A second response follows on a line that starts
-    with `or`."""
+    has responses; of a long text its start and end, of a repeated tag, as of the tokens of an
+    image, the first with their number. A second response follows on a line that starts with
+    `or`."""
     prompt = row["prompt_ids"]
     responses = row["answers"] or [[]]
     if not responses[0]:
-        return _shortened(text_between(tokenizer, prompt, 0), MOST_CHARACTERS)
+        text = _with_counted_tags(text_between(tokenizer, prompt, 0))
+        return _shortened(text, MOST_CHARACTERS)
     untrained_spans = row.get("untrained_spans") or [()] * len(responses)
     # bounds of spans that do not train and train in turn; `prompt_spans` are those that train
     bounds = [0, *chain.from_iterable(row.get("prompt_spans") or ()), len(prompt)]
@@ -162,7 +165,17 @@ def row_sample(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> str:
             trains = not trains
         texts.append(text.replace("⟧⟦", ""))
         bounds = [len(prompt), len(prompt)]  # without the prompt again
-    return _shortened("\nor ".join(texts), MOST_CHARACTERS)
+    return _shortened(_with_counted_tags("\nor ".join(texts)), MOST_CHARACTERS)
+
+
+def _with_counted_tags(text: str) -> str:
+    """A text with `<tag>[4 times]` in place of a tag that stands four times or more."""
+
+    def counted_tag(repeated: re.Match[str]) -> str:
+        times = repeated[0].count(repeated[2])
+        return f"{repeated[2]}[{times} times]"
+
+    return re.sub(r"((<[^<>\s]+>)\s?)\1{2,}\2", counted_tag, text)
 
 
 def _shortened(text: str, most: int) -> str:

@@ -20,7 +20,6 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import make_folder, write_file
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import announce
-from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.supervised_batches import plan_packing
@@ -44,7 +43,11 @@ from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.nonfinite import NonFinitePolicy, recorders_of
 from dschat_ppo.planner.step_time import fit_time
 from dschat_ppo.run.output_folder import KeptModels, remove_checkpoints
-from dschat_ppo.run.run_models import check_further_models, check_language_model
+from dschat_ppo.run.run_models import (
+    check_further_models,
+    check_language_model,
+    data_of_model,
+)
 from dschat_ppo.run.session import (
     Session,
     begin_run,
@@ -108,7 +111,7 @@ def begin_supervised_run(config: FitConfig, name: str, title: str) -> Supervised
     require_agreement(config, dist.world_size())
     ds_config = fit_ds_config(config)
     announce("prepare data")
-    rows = prepare(_data_of_model(config, folder, tokenizer), tokenizer)
+    rows = prepare(data_of_model(config, folder, tokenizer), tokenizer)
     _require_evaluation_rows(config, rows)
     report_learning_rate(config, folder)
     log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)
@@ -172,16 +175,6 @@ def _check_model_of_step(
         )
     for check_trained_model in hooks("checks.check_trained_model"):
         check_trained_model(config, model_config, f"{MODEL} {folder}")
-
-
-def _data_of_model(config: FitConfig, folder: str, tokenizer: PreTrainedTokenizerBase) -> StepData:
-    """What is read of the data, for the model in `folder`. A feature offers
-    `step_data.read_by_model(config, data, folder, tokenizer)`, which gives `data` with content that
-    this model takes besides text."""
-    data = config.step_data
-    for read_by_model in hooks("step_data.read_by_model"):
-        data = read_by_model(config, data, folder, tokenizer)
-    return data
 
 
 def _require_evaluation_rows(config: FitConfig, rows: TokenRows) -> None:

@@ -129,6 +129,7 @@ def show(args: argparse.Namespace, config: StepConfig) -> None:
     from dschat_ppo.models.model_folders import model_folder, settings_only
     from dschat_ppo.models.tokenizers import load_tokenizer
     from dschat_ppo.rewards.build_rewards import check_routes, further_routes
+    from dschat_ppo.run.run_models import data_of_model
     from dschat_ppo.run.start_and_end import log_samples
 
     folder = os.path.expanduser(args.tokenizer)
@@ -136,7 +137,10 @@ def show(args: argparse.Namespace, config: StepConfig) -> None:
         with settings_only():
             folder = model_folder(folder, "--tokenizer")
     tokenizer = with_template_flags(load_tokenizer(folder, "--tokenizer"), config.data)
-    prepared = prepare(replace(config.step_data, most_rows=args.rows), tokenizer)
+    step_data = config.step_data
+    if os.path.exists(os.path.join(folder, "config.json")):  # not of a tokenizer alone
+        step_data = data_of_model(config, folder, tokenizer)
+    prepared = prepare(replace(step_data, most_rows=args.rows), tokenizer)
     log_samples(tokenizer, prepared.at_hand, prepared.sources, args.samples)
     if isinstance(config, PPOConfig) and isinstance(prepared.train, Dataset):
         check_routes(

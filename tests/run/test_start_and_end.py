@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from launch import forked, succeed
+from tiny_vlms import tiny_vlm_tokenizer
 from torch import nn
 
 from dschat_ppo.common.paths import VALIDATION
@@ -22,6 +23,7 @@ from dschat_ppo.monitor.writers import is_finished
 from dschat_ppo.run import start_and_end
 from dschat_ppo.run.start_and_end import (
     model_size,
+    row_sample,
     short_count,
     show_models,
     tool_command,
@@ -222,3 +224,11 @@ def test_the_printed_command_of_each_step_runs(assets, tmp_path, step, flags):
     assert start == "python_m"
     succeed(forked(1, "tests/workers/run_module.py", module, *flags, stdin=tmp_path / "input"))
     assert (tmp_path / "ppo/result.json").is_file() is (step == "reward")
+
+
+def test_repeated_tags_are_counted_in_a_sample():
+    """A sample of a row with an image is not hundreds of placeholders."""
+    tokenizer = tiny_vlm_tokenizer("idefics3")
+    ids = tokenizer("what <image> <image> <image> <image> <image> is <s> <s> <s>")["input_ids"]
+    row = {"prompt_ids": ids, "answers": [tokenizer("red")["input_ids"]]}
+    assert row_sample(tokenizer, row) == "what <image>[5 times] is <s> <s> <s>⟦ red⟧"

@@ -41,6 +41,10 @@ class RowImages:
         """What token rows depend on."""
         return f"{self.processor.identity} {self.places!r} {self.most_pixels}"
 
+    def kept(self, content: bytes) -> Any:
+        """Where the bytes of an image are stored; of other bytes their number."""
+        return self.places.kept(content)
+
     def of_source(self, location: str) -> RowImages:
         """With the folder of the data in `location`, unless the flag names one."""
         folder = self.folder_by_flag

@@ -8,6 +8,7 @@ import binascii
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any
 
 from dschat_ppo.data.content_marks import MOST_MARKS, mark_of
 from dschat_ppo.data.examples import Row, json_value, kind_of
+from dschat_ppo.data.shards import number_of_bytes
 from dschat_ppo.errors import UserError
 
 COLUMNS = ("image", "images")
@@ -23,6 +25,8 @@ PLACE = "<image>"  # in texts, as in the data sets of LLaVA
 _PART_KEYS = ("image", "image_url", "url", "path", "base64", "bytes")
 _PART_TYPES = ("image", "image_url", "input_image")
 _OTHER_MEDIA = ("video", "video_url", "audio", "audio_url", "input_audio")
+_STORED = "sha256:"  # before the hash of an image in the store
+_SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
 _NO_WEB = "images are not fetched from the web; save them beside the data, and name the files"
 
 
@@ -101,12 +105,20 @@ class ImagePlaces:
             raise UserError(f"the row has {len(values)} images; at most {MOST_MARKS} can be read")
         return bare_row, values
 
+    def kept(self, content: bytes) -> Any:
+        """What stands for bytes of a table in its rows: of an image, where it is stored."""
+        if not content.startswith(_SIGNATURES):
+            return number_of_bytes(content)
+        return _STORED + self._stored(content).sha
+
     def file_of(self, value: Any) -> ImageFile:
         """The file of an image, which a row names or holds. `UserError`: it cannot be read."""
         if isinstance(value, dict):
             return self._file_of_object(value)
         if not isinstance(value, str):
             raise UserError(f"an image is {kind_of(value)}; expected a path")
+        if re.fullmatch(rf"{_STORED}[0-9a-f]{{64}}", value):
+            return self._file_in_store(value.removeprefix(_STORED))
         if value.startswith("data:"):
             return self._stored(_bytes_of_url(value))
         if value.startswith(("http://", "https://", "ftp://", "s3://", "hf://")):
@@ -124,12 +136,14 @@ class ImagePlaces:
     def _file_of_object(self, value: dict[str, Any]) -> ImageFile:
         """The file of an image that is an object: its bytes as text, or its path."""
         inner = value.get("bytes", value.get("base64"))
+        if isinstance(inner, str) and inner.startswith(_STORED):
+            return self.file_of(inner)
         if isinstance(inner, str):
             return self._stored(_bytes_of_base64(inner))
         if isinstance(inner, dict):
             raise UserError(
-                "an image is stored as bytes inside the data file, which is not read yet; save the"
-                " images as files and name their paths"
+                f"an image is {kind_of(inner)}, which are no image of a kind that is known (PNG,"
+                " JPEG, GIF, WebP, BMP, TIFF)"
             )
         for key in ("image_url", "image", "url", "path"):
             if value.get(key) is not None:
@@ -145,6 +159,16 @@ class ImagePlaces:
                 f"the image {value!r} is outside of {folder}; --image_folder names another folder"
             )
         return path
+
+    def _file_in_store(self, sha: str) -> ImageFile:
+        """An image that an earlier run has stored, by the hash of its content."""
+        path = Path(self.store) / sha[:2] / sha
+        if not path.is_file():
+            raise UserError(
+                f"the image {path} is gone, where the data were read to; give another"
+                " --data_output_path, so that they are read again"
+            )
+        return ImageFile(str(path), sha)
 
     def _stored(self, content: bytes) -> ImageFile:
         """The file of an image that the data hold, by the hash of its content."""

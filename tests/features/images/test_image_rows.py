@@ -4,7 +4,11 @@ length limit."""
 import base64
 import io
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset
 from features.images.image_runs import prepared, write_pictures, write_rows
 from PIL import Image
 from tiny_vlms import FAMILIES, noise, save_tiny_vlm
@@ -117,6 +121,34 @@ def test_the_ids_are_those_of_the_processor_of_the_family(vlms, pictures, family
     images = [Image.open(pictures / name).convert("RGB") for name in ("b.png", "c.png")]
     encoded = processor._of_texts(text=[text], images=[images], add_special_tokens=False)
     assert token_row["prompt_ids"] == list(encoded["input_ids"][0])
+
+
+def rows_with_bytes(pictures):
+    """Two rows as `datasets` stores images, one of them with bytes that are none."""
+    images = [(pictures / PATH).read_bytes(), b"no image"]
+    struct = [{"bytes": content, "path": "x.png"} for content in images]
+    return {"image": struct, "prompt": [QUESTION] * 2, "response": ["red", "blue"]}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "save_to_disk"])
+def test_images_inside_of_tables(vlms, pictures, kind):
+    columns = rows_with_bytes(pictures)
+    if kind == "parquet":
+        data = pictures / "rows.parquet"
+        pq.write_table(pa.table(columns), data)
+    else:
+        data = pictures / "saved"
+        table = Dataset.from_dict(columns)
+        table.cast_column("image", datasets.Image(decode=False)).save_to_disk(data)
+    rows, *_ = prepared(vlms["idefics3"], data, "--bad_rows", "skip")
+    assert len(rows) == 1
+    file = ImageFile.of(rows[0][IMAGES][0])
+    assert file.content() == (pictures / PATH).read_bytes()
+    [of_path], *_ = prepared(
+        vlms["idefics3"],
+        write_rows(pictures, [{"image": PATH, "prompt": QUESTION, "response": "red"}]),
+    )
+    assert of_path["digest"] == rows[0]["digest"]
 
 
 # Bad rows
