@@ -136,7 +136,7 @@ def _prepare_table(
     cache = step.flags.data_output_path
     opened = open_set(source, cache)
     groups, eval_splits = opened.chosen(only_evaluates=only_evaluates)
-    raw_rows = read_splits(opened, groups, cache, _bytes_of(step))
+    raw_rows = read_splits(opened, groups, cache, _kept_bytes(step))
     if step.most_rows is not None:
         raw_rows = raw_rows.select(range(min(step.most_rows, len(raw_rows))))
     raw_eval_rows = rows_of_eval_splits(opened, eval_splits, step)
@@ -177,10 +177,10 @@ def rows_of_eval_splits(opened: OpenSet, eval_splits: list[str], step: StepData)
     if not eval_splits or step.eval_paths or step.eval_fraction is None:
         return None
     cache = step.flags.data_output_path
-    return read_splits(opened, [(eval_splits, "")], cache, _bytes_of(step))
+    return read_splits(opened, [(eval_splits, "")], cache, _kept_bytes(step))
 
 
-def _bytes_of(step: StepData) -> KeepBytes:
+def _kept_bytes(step: StepData) -> KeepBytes:
     """What stands for bytes in the rows of a step."""
     if step.content is None:
         return number_of_bytes

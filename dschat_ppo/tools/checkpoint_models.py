@@ -201,7 +201,7 @@ def export_role(
     module = module.to(number_format)
     if dtype is None:
         state = cast_weights(state, saved_dtype(module, run.config.run.save_dtype), folder)
-    form = _saved_form(run, trained_role, answer_ends(tokenizer), merge)
+    form = _export_form(run, trained_role, answer_ends(tokenizer), merge)
     problem = write_model(module, state, tokenizer, folder, config_entries, form)
     if problem is not None:
         raise StorageError(problem)
@@ -227,7 +227,7 @@ def _check_same_weights(
         )
 
 
-def _saved_form(run: SavedRun, role: str, ends: Sequence[int], merge: bool) -> SavedForm:
+def _export_form(run: SavedRun, role: str, ends: Sequence[int], merge: bool) -> SavedForm:
     """How the model of a role is written; arguments as `SavedForm`."""
     card = partial(model_card, run.config, role)
     return SavedForm(ends, merge, card, beside=parts_beside(run.config))
