@@ -26,6 +26,8 @@ from dschat_ppo.data.lazy_rows import (
 )
 from dschat_ppo.types import PromptBatch
 
+# (token rows, their ids (B, T)) -> what stands in place of the embeddings of some ids, or None
+GivenFor = Callable[[Sequence[dict[str, Any]], Tensor], Any]
 PADDING_ROW = -1  # index of a row that fills up the last batch and has no loss
 
 
@@ -173,12 +175,11 @@ def collate_sft(
     indices: Sequence[int],
     pad_id: int,
     train_on_prompt: bool,
-    given_for: Callable[[Sequence[dict[str, Any]], Tensor], Any] | None = None,
+    given_for: GivenFor | None = None,
 ) -> SFTBatch:
     """Each prompt and its answer as one row. The loss covers the answer including its final token,
     and the tokens of the prompt that the column `prompt_spans` names ([start, end) pairs), if there
-    is one; with `train_on_prompt` it covers everything but the first token of the row. `given_for`:
-    (records, ids) -> what stands in place of the embeddings of some ids."""
+    is one; with `train_on_prompt` it covers everything but the first token of the row."""
     records, real = rows_at(rows, indices)
     answers = [record["answers"][0] for record in records]
     ids, lengths, mask = answered(records, answers, real, pad_id, train_on_prompt)

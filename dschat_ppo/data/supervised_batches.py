@@ -15,7 +15,14 @@ from datasets import Dataset
 from torch import Tensor
 
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.data.batches import PADDING_ROW, answered, column, epoch_order, rows_at
+from dschat_ppo.data.batches import (
+    PADDING_ROW,
+    GivenFor,
+    answered,
+    column,
+    epoch_order,
+    rows_at,
+)
 
 # separates the order of packed rows from other draws of the same seed and epoch
 PACKING = 11
@@ -118,6 +125,8 @@ class PairBatch:
     margin: Tensor  # (B,) fp32
     data_sources: Tensor | None = None  # (B,)
     ref_logprobs: Tensor | None = None  # (2B,) fp64, the reference's log-prob of each whole answer
+    # `GivenEmbeddings` of `models`, on the device; None: the model embeds all ids
+    given: Any = None
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,9 @@ class LabelledBatch:
     baseline: Tensor | None = None
 
 
-def collate_pairs(rows: Dataset, indices: Sequence[int], pad_id: int) -> PairBatch:
+def collate_pairs(
+    rows: Dataset, indices: Sequence[int], pad_id: int, given_for: GivenFor | None = None
+) -> PairBatch:
     """Each prompt once with its chosen and once with its rejected answer, and what
     `with_references` added."""
     records, real = rows_at(rows, indices)
@@ -154,7 +165,12 @@ def collate_pairs(rows: Dataset, indices: Sequence[int], pad_id: int) -> PairBat
     ref_logprobs = column(records, REF_LOGPROBS, torch.float64)
     if ref_logprobs is not None:
         ref_logprobs = ref_logprobs.T.flatten()  # (B, 2): all chosen answers first
-    return PairBatch(ids, lengths, mask, real, margin, column(records, "source"), ref_logprobs)
+    given = None
+    if given_for is not None:
+        given = given_for(records * 2, ids)
+    return PairBatch(
+        ids, lengths, mask, real, margin, column(records, "source"), ref_logprobs, given
+    )
 
 
 def _leave_out_untrained(

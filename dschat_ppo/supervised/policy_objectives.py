@@ -43,6 +43,7 @@ from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.supervised_config import PreferenceConfig
 from dschat_ppo.config.supervised_flags import PreferenceFlags
+from dschat_ppo.data.batches import GivenFor
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.supervised_batches import (
     OTHER_ROW,
@@ -52,17 +53,20 @@ from dschat_ppo.data.supervised_batches import (
     collate_labelled,
     collate_pairs,
 )
+from dschat_ppo.models.given_embeddings import GivenEmbeddings
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.objective import Objective, UsedRows, collator_on_device, score_rows
 from dschat_ppo.types import Model
 
 
-def answer_logprobs(engine: Model, input_ids: Tensor, answer_mask: Tensor) -> Tensor:
+def answer_logprobs(
+    engine: Model, input_ids: Tensor, answer_mask: Tensor, given: GivenEmbeddings | None = None
+) -> Tensor:
     """Log-prob of each row's whole answer: the sum over its tokens, (B,) fp64, with gradient if
     gradients are on. `input_ids` (B, T) right-padded; `answer_mask` (B, T) bool, False in the first
     column; a row without a True has the sum 0. The sum is in fp64 because training uses small
-    differences of such sums."""
-    logprobs, _ = engine(input_ids, answer_mask)
+    differences of such sums. `given`: in place of the embeddings of some ids."""
+    logprobs, _ = engine(input_ids, answer_mask, given=given)
     empty = torch.zeros(answer_mask.shape, dtype=torch.float64, device=input_ids.device)
     return empty.masked_scatter(answer_mask, logprobs.double()).sum(dim=1)
 
@@ -77,7 +81,7 @@ def dpo_loss(
     real = batch.pair_mask
     # (2 B,) each: chosen, then rejected
     num_tokens = batch.answer_mask.sum(dim=1)
-    logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask)
+    logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask, batch.given)
     chosen_ratios, rejected_ratios = log_ratios(
         logprobs, batch.ref_logprobs, num_tokens, flags.objective
     )
@@ -137,14 +141,18 @@ def with_references(
 
 
 def dpo_objective(
-    pad_id: int, device: torch.device, config: PreferenceConfig
+    pad_id: int,
+    device: torch.device,
+    config: PreferenceConfig,
+    given_for: GivenFor | None = None,
 ) -> Objective[PairBatch]:
     """Mean loss over pairs; `prepare` adds the log-probs of the reference to the rows."""
-    collate = collator_on_device(collate_pairs, device, pad_id)
+    collate = collator_on_device(collate_pairs, device, pad_id, given_for)
 
     def score(model: Model, rows: Dataset, indices: Sequence[int]) -> Tensor:
         batch = collate(rows, indices)
-        return answer_logprobs(model, batch.input_ids, batch.answer_mask).view(2, -1).T  # (B, 2)
+        logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask, batch.given)
+        return logprobs.view(2, -1).T  # (B, 2)
 
     def prepare(model: Model, rows: TokenRows, used: UsedRows) -> TokenRows:
         return with_references(model, rows, used, score, config.fit.per_device_eval_batch_size)
@@ -299,7 +307,7 @@ def reference_free_loss(
     with the factor 1."""
     real = batch.pair_mask
     # (2 B,): chosen, then rejected
-    logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask)
+    logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask, batch.given)
     means = logprobs / batch.answer_mask.sum(dim=1).clamp_min(1)
     log_likelihoods = means
     if flags.objective == "cpo":  # the others divide by the length of an answer
@@ -336,11 +344,14 @@ def reference_free_loss(
 
 
 def reference_free_objective(
-    pad_id: int, device: torch.device, config: PreferenceConfig
+    pad_id: int,
+    device: torch.device,
+    config: PreferenceConfig,
+    given_for: GivenFor | None = None,
 ) -> Objective[PairBatch]:
     """Mean loss over pairs; nothing is computed before training."""
     return Objective(
-        collator_on_device(collate_pairs, device, pad_id),
+        collator_on_device(collate_pairs, device, pad_id, given_for),
         lambda batch: batch.pair_mask,
         partial(reference_free_loss, flags=config.reward),
         ("loss", "accuracy", "margin"),

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat_ppo.common.paths import shown_path
 from dschat_ppo.config.supervised_config import SFTConfig
 from dschat_ppo.data.batches import SFTBatch, collate_sft
 from dschat_ppo.engine.build_engine import eval_engine, frozen_policy, require_whole_distributions
@@ -24,7 +23,12 @@ from dschat_ppo.models.wrapped_models import PolicyModel, Teaching
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.run.start_and_end import tool_command
 from dschat_ppo.supervised.objective import Objective, collator_on_device
-from dschat_ppo.supervised.supervised_run import begin_supervised_run, train_and_save
+from dschat_ppo.supervised.supervised_run import (
+    begin_supervised_run,
+    given_source_of,
+    train_and_save,
+    words_for_card,
+)
 from dschat_ppo.supervised.trainer import SupervisedTrainer
 from dschat_ppo.types import Engine, Model
 
@@ -127,8 +131,7 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     changes = changes_to_train(config, dropout=fit.dropout)
     model = PolicyModel(load_causal_lm(run.model_folder, run_flags.dtype, run.ds_config, changes))
     apply_memory_flags(model, config.memory, fit.gradient_checkpointing)
-    for source_of in hooks("given_embeddings.source_of"):
-        model.given_source = source_of(config, run.model_folder, run.tokenizer, run.device)
+    model.given_source = given_source_of(run)
     further = further_engines(config, run.further_folders)
     terms = sft_terms(config, further.__getitem__)
     objective = sft_objective(
@@ -142,6 +145,6 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     if terms:
         require_whole_distributions([trainer.engine, *further.values()])
     next_command = tool_command("chat", ["--model", str(run.output)])
-    if model.given_source is not None:  # which chat does not give
-        next_command = f"{shown_path(run.output / 'README.md')} says how to use the model"
+    if model.given_source is not None:
+        next_command = words_for_card(run)
     return train_and_save(trainer, run, next_command, further)

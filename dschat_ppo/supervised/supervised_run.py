@@ -19,6 +19,7 @@ from dschat_ppo.checkpoint.identity import EVAL_ROWS, RunInputs
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import make_folder, write_file
 from dschat_ppo.common.logging import logger
+from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.data.prepare import TokenRows, prepare
@@ -27,6 +28,7 @@ from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import Config, require_agreement
 from dschat_ppo.errors import StorageError, UserError, counted
 from dschat_ppo.features import hooks
+from dschat_ppo.models.given_embeddings import GivenSource
 from dschat_ppo.models.kernel_selection import check_attention
 from dschat_ppo.models.loading import (
     changes_to_train,
@@ -212,6 +214,24 @@ def report_learning_rate(config: FitConfig, folder: str) -> None:
             f" pretrained models of {short_count(parameters)} parameters; 1e-5 to 2e-5 is usual (a"
             " model that starts untrained takes more)"
         )
+
+
+def given_source_of(run: SupervisedRun) -> GivenSource | None:
+    """What the model of a run gets in place of the embeddings of some ids, with parts of it that do
+    not train. A feature offers `given_embeddings.source_of(config, folder of the model, tokenizer,
+    device)`."""
+    for source_of in hooks("given_embeddings.source_of"):
+        source: GivenSource | None = source_of(
+            run.config, run.model_folder, run.tokenizer, run.device
+        )
+        if source is not None:
+            return source
+    return None
+
+
+def words_for_card(run: SupervisedRun) -> str:
+    """What follows a run whose model has parts that `chat` does not load."""
+    return f"{shown_path(run.output / 'README.md')} says how to use the model"
 
 
 def train_and_save(

@@ -29,7 +29,12 @@ from dschat_ppo.supervised.policy_objectives import (
     reference_free_objective,
 )
 from dschat_ppo.supervised.reward_objectives import reward_objective
-from dschat_ppo.supervised.supervised_run import begin_supervised_run, train_and_save
+from dschat_ppo.supervised.supervised_run import (
+    begin_supervised_run,
+    given_source_of,
+    train_and_save,
+    words_for_card,
+)
 from dschat_ppo.supervised.trainer import SupervisedTrainer
 
 # by --objective; features add some as `objectives.OBJECTIVES`
@@ -70,11 +75,18 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
     if name != "reward" and any(run.rows.at_hand["margin"]):
         logger().info(f"data: --objective {name} does not use the column `margin`")
     model = load_trained_model(run.model_folder, config, run.ds_config)
-    objective = OBJECTIVES[name].build(filler_id(run.tokenizer), run.device, config)
+    settings: dict[str, Any] = {}
+    if isinstance(model, PolicyModel):
+        model.given_source = given_source_of(run)
+        if model.given_source is not None:
+            settings["given_for"] = model.given_source.for_rows
+    objective = OBJECTIVES[name].build(filler_id(run.tokenizer), run.device, config, **settings)
     trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, config, run.nonfinite)
     output = str(run.output)
     command = tool_command("chat", ["--model", output, "--compare", run.model_folder])
-    if config.has_head:
+    if settings:
+        command = words_for_card(run)
+    elif config.has_head:
         command = step_command("ppo", ppo_words(config, run.model_folder, output))
     return train_and_save(trainer, run, command)
 

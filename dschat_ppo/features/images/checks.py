@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from dschat_ppo.config.step_config import StepConfig
+from dschat_ppo.config.supervised_config import PreferenceConfig
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.images.tower import sees_images
 
@@ -13,7 +14,11 @@ def check_trained_model(config: StepConfig, model_config: PretrainedConfig, mode
     """Refuse what cannot be used with a model that sees images."""
     if not sees_images(model_config):
         return
+    objective = ""
+    if isinstance(config, PreferenceConfig):
+        objective = config.reward.objective
     reasons = {
+        "--objective kto": objective == "kto",
         "--streaming": bool(config.value("streaming")),
         "--sequence_parallel_size": config.ranks_of_row > 1,
         "quantised weights (--load_in_4bit, --load_in_8bit)": config.frozen_bits > 0,

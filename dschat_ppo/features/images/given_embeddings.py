@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.config.supervised_config import SFTConfig
+from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.features.images.flags import ImageFlags
 from dschat_ppo.features.images.step_data import MODEL, processor_of
 from dschat_ppo.features.images.tower import load_tower, sees_images
@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 
 
 def source_of(
-    config: SFTConfig, folder: str, tokenizer: PreTrainedTokenizerBase, device: torch.device
+    config: FitConfig, folder: str, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> ImageStore | None:
-    """The images of a run of step 1, with the tower of the model in `folder`; None if it sees
-    none."""
+    """The images of a run, with the tower of the model in `folder`; None if it sees none."""
     model_config = load_config(folder, MODEL)
     if not sees_images(model_config):
         return None

@@ -1,4 +1,4 @@
-"""Models of images and text as language models that a run of step 1 trains."""
+"""Models of images and text as language models that steps 1 and 2 train."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import (
 )
 
 from dschat_ppo.config.step_config import StepConfig
-from dschat_ppo.config.supervised_config import SFTConfig
+from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.features.images.tower import FAMILIES, sees_images, take_out_tower
 from dschat_ppo.models.lm_kinds import LMKind
 
@@ -17,8 +17,8 @@ OF_IMAGES = LMKind(sees_images, AutoModelForImageTextToText, take_out_tower)
 
 
 def kinds_of(config: StepConfig) -> tuple[LMKind, ...]:
-    """The kind of these models, in step 1."""
-    if isinstance(config, SFTConfig):
+    """The kind of these models, in steps 1 and 2."""
+    if isinstance(config, FitConfig):
         return (OF_IMAGES,)
     return ()
 
@@ -29,8 +29,8 @@ def reason_unusable(config: PretrainedConfig) -> str | None:
     name = type(config).__name__
     if sees_images(config):
         return (
-            f"{name} sees images, which step 1 (SFT) alone can train so far; transformers loads the"
-            " model as AutoModelForImageTextToText"
+            f"{name} sees images: so far SFT, DPO and the objectives without a reference train it,"
+            " and transformers loads it as AutoModelForImageTextToText"
         )
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         families = ", ".join(FAMILIES)

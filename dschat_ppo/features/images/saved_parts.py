@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dschat_ppo.config.step_config import StepConfig
-from dschat_ppo.config.supervised_config import SFTConfig
+from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.features.images.step_data import processor_of
 from dschat_ppo.features.images.tower import load_tower, sees_images
 from dschat_ppo.models.saving import SavedBeside
@@ -40,7 +40,7 @@ print(processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_t
 
 def beside_of(config: StepConfig) -> SavedBeside | None:
     """What is written beside the decoder of a model that sees images."""
-    if not isinstance(config, SFTConfig):
+    if not isinstance(config, FitConfig):
         return None
     return SavedBeside(_tower_weights, partial(_write_processor, config), _usage_with_images)
 
@@ -58,7 +58,7 @@ def _tower_weights(model: PreTrainedModel) -> Mapping[str, Tensor]:
     return load_tower(_start_folder(model), dtype, torch.device("cpu")).weights()
 
 
-def _write_processor(config: SFTConfig, model: PreTrainedModel, folder: Path) -> None:
+def _write_processor(config: FitConfig, model: PreTrainedModel, folder: Path) -> None:
     """Write the files of the processor, with the settings of the flags."""
     if not sees_images(model.config):
         return

@@ -1,4 +1,4 @@
-"""What step 1 reads of the data for a model that sees images."""
+"""What steps 1 and 2 read of the data for a model that sees images."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.config.step_config import StepConfig
-from dschat_ppo.config.supervised_config import SFTConfig
+from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.data.content_marks import mark_of
 from dschat_ppo.data.templates import render
 from dschat_ppo.errors import UserError, reading
@@ -30,7 +30,7 @@ def read_by_model(
 ) -> StepData:
     """`data` with images, if the model in `folder` sees them. Prompts are then chat messages, also
     those of text alone, unless --apply_chat_template says otherwise."""
-    if not isinstance(config, SFTConfig):
+    if not isinstance(config, FitConfig):
         return data
     model_config = load_config(folder, MODEL)
     flags = config.of(ImageFlags)
@@ -54,7 +54,7 @@ def read_by_model(
 
 
 def images_of_rows(
-    config: SFTConfig,
+    config: FitConfig,
     data: StepData,
     model_config: PretrainedConfig,
     folder: str,
@@ -76,7 +76,7 @@ def images_of_rows(
 
 
 def processor_of(
-    config: SFTConfig,
+    config: FitConfig,
     model_config: PretrainedConfig,
     folder: str,
     tokenizer: PreTrainedTokenizerBase,

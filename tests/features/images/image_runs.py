@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from tiny_vlms import noise
+from torch import Tensor
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.templates import with_template_flags
+from dschat_ppo.features.images.processors import decoded_image
+from dschat_ppo.features.images.references import ImageFile
 from dschat_ppo.features.images.step_data import read_by_model
 from dschat_ppo.models.tokenizers import load_tokenizer
 
@@ -38,9 +42,31 @@ def flags(vlm: Path, data: Path, *further: str) -> list[str]:
     return words + ["--eval_fraction", "0", *further]
 
 
-def prepared(vlm: Path, data: Path, *further: str) -> tuple[Any, Any, Any]:
+def alone_inputs(row: dict[str, Any], processor: Any, side: int = 0) -> dict[str, Tensor]:
+    """What transformers takes of a token row: the ids of its prompt and of one of its answers, and
+    pixels of its images."""
+    ids = torch.tensor([row["prompt_ids"] + row["answers"][side]])
+    inputs = {"input_ids": ids}
+    if row["images"]:
+        files = [ImageFile.of(reference) for reference in row["images"]]
+        images = [decoded_image(file.content(), 10**6) for file in files]
+        inputs |= processor.pixels(images)
+        if "image_grid_thw" in inputs:
+            inputs["mm_token_type_ids"] = (ids == processor.placeholder_id).int()
+    return inputs
+
+
+def prepared_pairs(vlm: Path, data: Path, *further: str) -> tuple[Any, Any, Any]:
+    """`prepared` of step 2, which gets all rows."""
+    return prepared(vlm, data, *further, step="reward")
+
+
+def prepared(vlm: Path, data: Path, *further: str, step: str = "sft") -> tuple[Any, Any, Any]:
     """(the token rows of a data file, the configuration, the tokenizer)."""
-    config: Any = parse("sft", flags(vlm, data, *further))
+    words = flags(vlm, data, *further)
+    if step == "reward":
+        words[words.index("1,0,0")] = "0,1,0"
+    config: Any = parse(step, words)
     tokenizer = with_template_flags(load_tokenizer(str(vlm), "model"), config.data)
     data_of_step = read_by_model(config, config.step_data, str(vlm), tokenizer)
     return prepare(data_of_step, tokenizer).at_hand, config, tokenizer

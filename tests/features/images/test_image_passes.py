@@ -5,14 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from features.images.image_runs import prepared, write_pictures, write_rows
+from features.images.image_runs import alone_inputs, prepared, write_pictures, write_rows
 from tiny_vlms import FAMILIES, plain_logprobs, save_tiny_vlm
 from transformers import AutoModelForImageTextToText
 
 from dschat_ppo.data.batches import collate_sft
 from dschat_ppo.features.images.given_embeddings import source_of
-from dschat_ppo.features.images.processors import decoded_image
-from dschat_ppo.features.images.references import ImageFile
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.loading import changes_to_train, load_causal_lm
 from dschat_ppo.models.pass_rows import PassRows
@@ -50,19 +48,6 @@ def trained(request, tmp_path_factory):
     processor = policy.given_source._processor
     alone = [alone_inputs(rows[index], processor) for index in order]
     return policy, batch, whole, alone
-
-
-def alone_inputs(row, processor):
-    """What transformers takes of a token row: its ids, and pixels of its images."""
-    ids = torch.tensor([row["prompt_ids"] + row["answers"][0]])
-    inputs = {"input_ids": ids}
-    if row["images"]:
-        files = [ImageFile.of(reference) for reference in row["images"]]
-        images = [decoded_image(file.content(), 10**6) for file in files]
-        inputs |= processor.pixels(images)
-        if "image_grid_thw" in inputs:
-            inputs["mm_token_type_ids"] = (ids == processor.placeholder_id).int()
-    return inputs
 
 
 @pytest.mark.parametrize("way", WAYS)

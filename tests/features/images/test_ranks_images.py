@@ -29,6 +29,10 @@ ROWS = [
     {"image": None, "prompt": "what is blue ?", "response": "a colour"},
     {"image": "a.png", "prompt": QUESTION, "response": "yellow"},
 ]
+PAIRS = [
+    {"image": row["image"], "prompt": row["prompt"], "chosen": row["response"], "rejected": "two"}
+    for row in ROWS
+]
 # 8 rows, one for each rank in a step: in some steps one rank has no image
 SIZES = ["--per_device_train_batch_size", "1", "--learning_rate", "1e-3", "--max_steps", "4"]
 SIZES += ["--num_warmup_steps", "0"]
@@ -45,6 +49,9 @@ def runs(tmp_path_factory):
     """Name of a run -> its folder."""
     folder = tmp_path_factory.mktemp("runs")
     write_pictures(folder)
+    (folder / "pairs").mkdir()
+    pairs = write_rows(folder / "pairs", PAIRS)
+    write_pictures(folder / "pairs")
     data = write_rows(folder, ROWS)
     vlms = {}
     for family in ("idefics3", "qwen3_vl"):
@@ -56,10 +63,16 @@ def runs(tmp_path_factory):
         ("resumed", "idefics3", 3, ["--image_cache_gb", "0"]),
         ("lora", "idefics3", 0, LORA),
         ("qwen", "qwen3_vl", 3, []),
+        ("dpo", "idefics3", 3, ["--objective", "dpo"]),
     ):
         words = [*flags(vlms[family], data, "--eval_data_path", str(data)), *SIZES, *further]
         words += ["--output_dir", str(folder / name), "--zero_stage", str(stage)]
         cases[name] = ("sft", words)
+        if name == "dpo":
+            words[words.index("1,0,0")] = "0,1,0"
+            words[words.index(str(data))] = str(pairs)
+            words[words.index(str(data))] = str(pairs)
+            cases[name] = ("reward", words)
         if name == "resumed":
             cases[name] = ("sft", words, ["step_000002", None])
     ended = run_steps(cases, folder)
@@ -73,6 +86,8 @@ def runs(tmp_path_factory):
 def test_all_zero_stages_give_the_same_losses(runs):
     torch.testing.assert_close(losses(runs / "zero0"), losses(runs / "zero3"), atol=1e-5, rtol=0)
     assert len(losses(runs / "qwen")) == 4
+    # DPO begins at log 2, also in steps in which one rank has no image
+    assert losses(runs / "dpo")[0] == pytest.approx(0.6931, abs=1e-3)
 
 
 def test_a_resumed_run_has_the_bits_of_the_whole_one(runs):
@@ -83,7 +98,9 @@ def test_a_resumed_run_has_the_bits_of_the_whole_one(runs):
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-@pytest.mark.parametrize(("name", "family"), [("zero3", "idefics3"), ("qwen", "qwen3_vl")])
+@pytest.mark.parametrize(
+    ("name", "family"), [("zero3", "idefics3"), ("qwen", "qwen3_vl"), ("dpo", "idefics3")]
+)
 def test_the_saved_model_is_the_whole_one_with_another_decoder(runs, name, family):
     before = load_file(runs / family / "model.safetensors")
     after = load_file(runs / name / "model.safetensors")
