@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from datasets import Dataset
+
 from dschat_ppo.data.encode import EncodedExample
 from dschat_ppo.data.examples import Example, Row
 
@@ -51,6 +53,10 @@ class FurtherContent(Protocol):
 
     def values(self, ids: EncodedExample, items: list[Any]) -> dict[str, Any]:
         """The values of `columns` of a row whose ids, within the length limit, are these."""
+        ...
+
+    def facts(self, rows: Dataset) -> list[str]:
+        """What the log says of the token rows of a data set."""
         ...
 
     def hashed(self, items: list[Any]) -> list[str]:

@@ -176,6 +176,8 @@ def _table_within_limit(
         tokens = _column_of_notes(rows, "tokens")[usable]
         quantiles = np.percentile(tokens, [50, 99, 100], method="inverted_cdf").astype(int)
         facts.append("tokens before the cut: median {}, 99% {}, most {}".format(*quantiles))
+    if step.content is not None:
+        facts += step.content.facts(rows)
     purpose = " (eval)" if is_eval else ""
     logger().info(f"data: {name}{purpose}: {', '.join(facts)}")
 

@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from datasets import List, Value
+import numpy as np
+import pyarrow.compute as pc
+from datasets import Dataset, List, Value
 
 from dschat_ppo.data.content_marks import MARK, has_marks, index_of, mark_of
 from dschat_ppo.data.encode import EncodedExample
 from dschat_ppo.data.examples import Example, Messages, Row
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, counted
 from dschat_ppo.features.images.processors import ImageProcessor, decoded_image
 from dschat_ppo.features.images.references import ImageFile, ImagePlaces, columns_left
 
@@ -111,6 +113,20 @@ class RowImages:
         """The values of `columns`."""
         references = [item.reference for item in items]
         return {IMAGES: references, SPANS: [list(span) for span in ids.fixed_spans]}
+
+    def facts(self, rows: Dataset) -> list[str]:
+        """How many rows have images, and how many tokens these have."""
+        spans = rows.data.column(SPANS).combine_chunks()
+        bounds = pc.list_flatten(pc.list_flatten(spans)).to_numpy().reshape(-1, 2)
+        if not len(bounds):
+            return ["no images"]
+        sizes = bounds[:, 1] - bounds[:, 0]
+        with_images = pc.list_value_length(rows.data.column(IMAGES).combine_chunks())
+        count = int((with_images.fill_null(0).to_numpy() > 0).sum())
+        return [
+            f"{counted(count, 'row')} with images, of {int(np.median(sizes))} tokens in the median"
+            f" and {int(sizes.max())} at most"
+        ]
 
     def hashed(self, items: list[ImageFile]) -> list[str]:
         """The content of the images, wherever their files lie."""

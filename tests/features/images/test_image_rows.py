@@ -281,12 +281,18 @@ def test_no_image_is_cut(vlms, pictures, policy, first):
     assert left.endswith("<|im_start|> assistant :") and first in left
 
 
-def test_a_row_whose_images_alone_are_too_long_is_dropped(vlms, pictures):
+def test_a_row_whose_images_alone_are_too_long_is_dropped(vlms, pictures, caplog):
     short = {"image": "a.png", "prompt": "what ?", "response": "red"}
     long = {"image": ["a.png", "c.png"], "prompt": "what ?", "response": "red"}
     data = write_rows(pictures, [short, long])
-    rows, *_ = prepared(vlms["idefics3"], data, "--max_seq_len", "70")
+    with caplog.at_level("INFO"):
+        rows, *_ = prepared(vlms["idefics3"], data, "--max_seq_len", "70")
     assert len(rows) == 1 and len(rows[0][IMAGES]) == 1
+    assert "1 dropped" in caplog.text
+    # 32 x 32 and 64 x 40 are four tiles and the whole, of 4 tokens each, with their marks
+    tokens = rows[0][SPANS][0][1] - rows[0][SPANS][0][0]
+    said = f"2 rows with images, of {tokens} tokens in the median and {tokens} at most"
+    assert said in caplog.text
 
 
 # Templates
