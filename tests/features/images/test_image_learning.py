@@ -9,7 +9,7 @@ from launch import metrics_of, run_steps
 from PIL import Image
 from tiny_vlms import save_tiny_vlm
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.release]
 
 COLOURS = {
     "red": (220, 30, 30),
@@ -28,7 +28,7 @@ def write_coloured(folder, count, seed):
         name = list(COLOURS)[number % 4]
         image = Image.new("RGB", (32, 32), (generator.randint(0, 255),) * 3)
         corner = (generator.randint(0, 8), generator.randint(0, 8))
-        shade = tuple(max(0, min(255, part + generator.randint(-25, 25))) for part in COLOURS[name])
+        shade = tuple(channel + generator.randint(-20, 20) for channel in COLOURS[name])
         image.paste(shade, (*corner, generator.randint(20, 32), generator.randint(20, 32)))
         image.save(folder / f"{number}.png")
         rows.append({"image": f"{number}.png", "prompt": "what is the colour ?", "response": name})
