@@ -79,6 +79,7 @@ setup(
     ],
     extras_require={
         "serve": ["fastapi>=0.162.5,<1", "uvicorn>=0.54.0,<1"],
+        "agents": ["fastapi>=0.162.5,<1", "uvicorn>=0.54.0,<1", "openai>=2.9,<4"],
         "lora": ["peft>=0.20.0,<1"],
         "qlora": ["peft>=0.20.0,<1", "bitsandbytes>=0.46.1"],
         "images": ["pillow", "num2words"],
@@ -114,6 +115,7 @@ setup(
             "trackio>=0.40.0,<1",
             "fastapi>=0.162.5,<1",
             "uvicorn>=0.54.0,<1",
+            "openai>=2.9,<4",
         ],
     },
 )

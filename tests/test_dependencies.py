@@ -22,7 +22,7 @@ NAMES = {  # import -> package
     "httpx2": "huggingface-hub",  # which requires one of them
 }
 # imported inside a function, after a check that the extra is installed
-OPTIONAL = {"PIL", "fastapi", "math_verify", "peft", "trackio", "uvicorn", "wandb"}
+OPTIONAL = {"PIL", "fastapi", "math_verify", "openai", "peft", "trackio", "uvicorn", "wandb"}
 
 
 def name_of(requirement: str) -> str:

@@ -12,6 +12,7 @@ EXTRAS = {  # module -> (package, the extra that installs it)
     "fastapi": ("fastapi", "serve"),
     "math_verify": ("math-verify", "math"),
     "num2words": ("num2words", "images"),
+    "openai": ("openai", "agents"),
     "peft": ("peft", "lora"),
     "PIL": ("pillow", "images"),
     "sentencepiece": ("sentencepiece", "sentencepiece"),

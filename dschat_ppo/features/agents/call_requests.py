@@ -136,17 +136,17 @@ def _fields_of(body: bytes) -> dict[str, Any]:
         raise RequestError(f"the body is no JSON ({problem})") from None
     if not isinstance(value, dict):
         raise RequestError("the body is no JSON object")
-    return {name: each for name, each in _clean(value).items() if each is not None}
+    return {name: each for name, each in clean_texts(value).items() if each is not None}
 
 
-def _clean(value: Any) -> Any:
+def clean_texts(value: Any) -> Any:
     """A value of JSON without halves of surrogates in its texts."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, list):
-        return [_clean(each) for each in value]
+        return [clean_texts(each) for each in value]
     if isinstance(value, dict):
-        return {_clean(name): _clean(each) for name, each in value.items()}
+        return {clean_texts(name): clean_texts(each) for name, each in value.items()}
     return value
 
 
@@ -356,7 +356,7 @@ def _call(call: Any, name: str) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = _clean(json.loads(arguments))
+            arguments = clean_texts(json.loads(arguments))
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):

@@ -10,6 +10,7 @@ a body follow.
 | `admit`, `dismiss` | rank | `key`: of an episode that begins, or has ended; `episode`: its index |
 | `call` | front | `call`, `episode`, `path`, `retries`; the body |
 | `left`, `taken` | front | `call`: its program went away, or has got the reply |
+| `dismissed` | front | `episode`: no further call of it comes, and all that it got was said |
 | `reply` | rank | `call`, `status`, `type`; the body |
 """
 
@@ -154,6 +155,8 @@ class FrontApp:
             elif kind == "dismiss":
                 self.episodes.pop(fields["key"], None)
                 self.ended.add(fields["key"])
+                said = {"kind": "dismissed", "call": -1, "episode": fields["episode"]}
+                self.rank.write(frame(said))
             else:
                 reply = self.replies.get(fields["call"])
                 if reply is not None and not reply.done():
@@ -208,7 +211,7 @@ async def _send(send: Any, status: int, content_type: str, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def _serve(control: socket.socket) -> None:
+async def _serve_programs(control: socket.socket) -> None:
     """Listen until the rank ends."""
     reader, writer = await asyncio.open_connection(sock=control)
     app = FrontApp(writer)
@@ -222,7 +225,7 @@ async def _serve(control: socket.socket) -> None:
 def main(control: int) -> None:
     """In the front's process. `control`: the socket to the rank."""
     signal_when_parent_ends(signal.SIGKILL)
-    asyncio.run(_serve(socket.socket(fileno=control)))
+    asyncio.run(_serve_programs(socket.socket(fileno=control)))
 
 
 if __name__ == "__main__":

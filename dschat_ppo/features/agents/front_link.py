@@ -26,7 +26,8 @@ _START_CODE = (
 @dataclass(frozen=True)
 class FrontEvent:
     """What happened to a call: it came ("call"), its program went away before the reply ("left"),
-    or has got the reply ("taken"). The other fields are those of a call that came."""
+    or has got the reply ("taken"); or an episode was "dismissed", after all events of its calls.
+    The other fields are those of a call that came."""
 
     kind: str
     call: int
@@ -56,6 +57,7 @@ class Front:
             start_new_session=True,
         )
         theirs.close()
+        self.admitted = 0  # all numbers of episodes are below this
         self._received = bytearray()
         self._unsent = bytearray()
         self._selector = selectors.DefaultSelector()
@@ -69,11 +71,12 @@ class Front:
         """The key of an episode that begins: from here on, requests with it are taken."""
         key = secrets.token_hex(16)
         self._send({"kind": "admit", "key": key, "episode": episode})
+        self.admitted = max(self.admitted, episode + 1)
         return key
 
-    def dismiss(self, key: str) -> None:
+    def dismiss(self, key: str, episode: int) -> None:
         """An episode has ended: no request with its key is taken."""
-        self._send({"kind": "dismiss", "key": key})
+        self._send({"kind": "dismiss", "key": key, "episode": episode})
 
     def reply(self, call: int, status: int, body: bytes, content_type: str = JSON) -> None:
         """Answer a call."""

@@ -110,6 +110,9 @@ class ModelCall:
     key: str = ""  # equal for equal requests
     reply_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    message: Message = field(default_factory=dict)  # the reply
+    finish_reason: str = ""  # for the program
+    stop_reason: int = 0  # a `FinishReason`
     known: Prompt | None = None  # the prompt with the reply, as it was sent; None while it runs
     is_taken: bool = False  # whether the program has got the reply
     is_awaited: bool = True  # whether a request of the program waits for it

@@ -21,7 +21,7 @@ from dschat_ppo.data.templates import Messages
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.environments.environments import Turn
 from dschat_ppo.features.environments.episode_rollouts import EpisodeRollouts
-from dschat_ppo.features.environments.flags import EnvironmentFlags
+from dschat_ppo.features.environments.flags import EnvironmentFlags, refuse_unused
 from dschat_ppo.features.environments.observations import ObservationTokens, observed_text
 from dschat_ppo.features.environments.turns import WAIT_SECONDS, action_message
 from dschat_ppo.rewards.worker_pool import CallError
@@ -35,6 +35,7 @@ def loader_of(
 ) -> Callable[[CheckedModel, str], ChatModel] | None:
     """Start the environments of the models, which `at_end` ends; returns what loads a model that
     plays in them. None if no flag names one."""
+    refuse_unused(features)
     flags = features.of(EnvironmentFlags)
     if not flags.is_used:
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import pickle
 import resource
@@ -21,17 +22,16 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from dschat_ppo.common import ranks
 from dschat_ppo.common.heartbeat import heartbeat
-from dschat_ppo.common.own_functions import cause_of
+from dschat_ppo.common.own_functions import cause_of, load_callable
 from dschat_ppo.common.processes import signal_when_parent_ends
 from dschat_ppo.errors import attempt
-from dschat_ppo.features.environments.environment_forms import environment_form
 from dschat_ppo.features.environments.environments import EnvironmentForm, Turn
 from dschat_ppo.rewards.worker_pool import (
     START_SECONDS,
@@ -45,30 +45,51 @@ ENDED = "its process ended"
 _START_CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from dschat_ppo.features.environments.episode_processes import main; "
-    "main(int(sys.argv[2]), sys.argv[3])"
+    "main(*sys.argv[2:])"
 )
+# what makes the form of the episodes in the server, MODULE:FUNCTION
+_ENVIRONMENTS = "dschat_ppo.features.environments.environment_forms:environment_form"
+
+
+Reply = TypeVar("Reply")
 
 
 @dataclass(eq=False)
 class _Call:
-    """A request of an episode in progress."""
+    """A request of an episode in progress. Its time ends at `end`, or, while it stands, has
+    `seconds_left`."""
 
     unsent: memoryview
-    end: float  # of its time
+    end: float
+    seconds_left: float | None = None
     reply: bytearray = field(default_factory=bytearray)
 
 
-class Episodes:
+class Episodes(Generic[Reply]):
     """The processes of one rank. A call takes at most `seconds`; at most `most` calls run at a
     time, others wait.
+
+    Args:
+        names: arguments of the form.
+        seconds, most: as above.
+        reply: of its fields the replies are made.
+        form: MODULE:FUNCTION of what makes the form, in the server.
 
     `tools`: JSON schemas of what the environment offers to the model. `CallError`: the user's file
     cannot be used.
     """
 
-    def __init__(self, names: Mapping[str, Any], seconds: float, most: int):
+    def __init__(
+        self,
+        names: Mapping[str, Any],
+        seconds: float,
+        most: int,
+        reply: Callable[..., Reply] = Turn,  # type: ignore[assignment]
+        form: str = _ENVIRONMENTS,
+    ):
         self.seconds = seconds
         self.most = most
+        self.reply = reply
         self._control, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [
@@ -78,6 +99,7 @@ class Episodes:
                 json.dumps([*sys.path, os.getcwd()]),
                 str(theirs.fileno()),
                 json.dumps(dict(names)),
+                form,
             ],
             stdin=subprocess.DEVNULL,
             stdout=2,
@@ -90,6 +112,7 @@ class Episodes:
         self._waiting = deque[tuple[int, bytes]]()
         self._calls = dict[int, _Call]()
         self._failed = list[tuple[int, CallError]]()
+        self._has_woken = False  # whether a watched file could be read
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # a file for each episode
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
         self._selector = selectors.DefaultSelector()
@@ -113,6 +136,10 @@ class Episodes:
         messages: list[Any] | None = None,
     ) -> None:
         """Begin an episode; its first turn comes by `poll`."""
+        self.begin(episode_index, "reset", row, seed, prompt, messages)
+
+    def begin(self, episode_index: int, method: str, *arguments: Any) -> None:
+        """Begin an episode by a call of a method; the reply comes by `poll`."""
         try:
             ours, theirs = socket.socketpair()
             with theirs:
@@ -125,7 +152,7 @@ class Episodes:
             return
         ours.setblocking(False)
         self._sockets[episode_index] = ours
-        self._ask(episode_index, ("reset", row, seed, prompt, messages))
+        self._ask(episode_index, (method, *arguments))
 
     def step(self, episode_index: int, action: dict[str, Any]) -> None:
         """Send the model's message to an episode; the turn that answers it comes by `poll`."""
@@ -137,9 +164,9 @@ class Episodes:
 
     def _ask(self, episode_index: int, request: tuple[Any, ...]) -> None:
         self._waiting.append((episode_index, pickle.dumps(request)))
-        self._begin()
+        self._begin_calls()
 
-    def _begin(self) -> None:
+    def _begin_calls(self) -> None:
         """Let waiting calls begin, until as many run as may."""
         while self._waiting and len(self._calls) < self.most:
             episode_index, request = self._waiting.popleft()
@@ -148,44 +175,71 @@ class Episodes:
             events = selectors.EVENT_READ | selectors.EVENT_WRITE
             self._selector.register(self._sockets[episode_index], events, episode_index)
 
-    def poll(self, seconds: float = 0.0) -> list[tuple[int, Turn | CallError]]:
+    @property
+    def running(self) -> set[int]:
+        """The episodes whose calls run, without those that wait for others to end."""
+        return set(self._calls)
+
+    def watch(self, file: socket.socket) -> None:
+        """Let `poll` wait for this file too: it returns once that can be read."""
+        self._selector.register(file, selectors.EVENT_READ)
+
+    def stop_clock(self, episode_index: int) -> None:
+        """Let the time of an episode's call stand."""
+        call = self._calls.get(episode_index)
+        if call is not None and call.seconds_left is None:
+            call.seconds_left = call.end - time.monotonic()
+            call.end = math.inf
+
+    def start_clock(self, episode_index: int) -> None:
+        """Let the time of an episode's call go on."""
+        call = self._calls.get(episode_index)
+        if call is not None and call.seconds_left is not None:
+            call.end = time.monotonic() + call.seconds_left
+            call.seconds_left = None
+
+    def poll(self, seconds: float = 0.0) -> list[tuple[int, Reply | CallError]]:
         """The episodes that answered since the last call, with their turns. Waits up to `seconds`
-        for the first one. An episode whose call failed, by an exception, its time, its process or
-        an invalid reply, has ended."""
-        answers = list[tuple[int, Turn | CallError]](self._failed)
+        for the first one, or for a watched file. An episode whose call failed, by an exception, its
+        time, its process or an invalid reply, has ended."""
+        answers = list[tuple[int, Reply | CallError]](self._failed)
         self._failed.clear()
         last = time.monotonic() + seconds
+        self._has_woken = False
         while self._calls:
             answers += self._exchange(0.0 if answers else last - time.monotonic())
             answers += self._fail_late_calls()
-            self._begin()
+            self._begin_calls()
             heartbeat()
-            if answers or time.monotonic() >= last:
+            if answers or self._has_woken or time.monotonic() >= last:
                 break
         return answers
 
-    def _exchange(self, seconds: float) -> list[tuple[int, Turn | CallError]]:
+    def _exchange(self, seconds: float) -> list[tuple[int, Reply | CallError]]:
         """Write and read what the sockets take and hold now, or within `seconds`, or one second, or
         until a call is late; the calls that this ends."""
         now = time.monotonic()
         first_end = min(call.end for call in self._calls.values())
         seconds = max(0.0, min(first_end - now, seconds, 1.0))
-        answers = list[tuple[int, Turn | CallError]]()
+        answers = list[tuple[int, Reply | CallError]]()
         for key, events in self._selector.select(seconds):
+            if key.data is None:  # a watched file
+                self._has_woken = True
+                continue
             with suppress(BlockingIOError):
                 turn = self._move(key.data, events)
                 if turn is not None:
                     answers.append((key.data, turn))
         return answers
 
-    def _fail_late_calls(self) -> list[tuple[int, Turn | CallError]]:
+    def _fail_late_calls(self) -> list[tuple[int, Reply | CallError]]:
         """End the episodes whose call takes too long."""
         now = time.monotonic()
         late = [index for index, call in self._calls.items() if call.end <= now]
         cause = f"took longer than {self.seconds:g} s (--environment_timeout)"
         return [(index, self._fail(index, cause)) for index in late]
 
-    def _move(self, episode_index: int, events: int) -> Turn | CallError | None:
+    def _move(self, episode_index: int, events: int) -> Reply | CallError | None:
         """Write and read what the socket of an episode takes and holds; its turn, once that is
         complete."""
         call = self._calls[episode_index]
@@ -212,7 +266,7 @@ class Episodes:
         if not call.reply.endswith(b"\n"):
             return None
         try:
-            turn = Turn(**_value_of(bytes(call.reply)))
+            turn = self.reply(**_value_of(bytes(call.reply)))
         except CallError as problem:
             return self._fail(episode_index, str(problem))
         except (TypeError, ValueError):
@@ -292,16 +346,18 @@ def _value_of(line: bytes) -> Any:
     return value
 
 
-def main(control: int, names: str) -> None:
+def main(control: str, names: str, form_name: str) -> None:
     """In the server: import the user's file, and fork an episode for each socket that arrives.
 
-    `control`: the socket to the trainer. `names`: the arguments of `environment_form`, as JSON.
+    `control`: the socket to the trainer. `names`: the arguments of the form's function, as JSON.
+    `form_name`: MODULE:FUNCTION of that.
     """
     outlive_signals()
-    trainer = socket.socket(fileno=control)
+    trainer = socket.socket(fileno=int(control))
     with attempt(also_exits=True) as tried:
         flags = json.loads(names)
-        form = environment_form(**flags)
+        module, _, function = form_name.partition(":")
+        form: EnvironmentForm = load_callable(module, function)(**flags)
         if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
             raise RuntimeError(
                 "importing it starts CUDA, which forked processes cannot use; start it in reset"
@@ -312,7 +368,8 @@ def main(control: int, names: str) -> None:
         return
     if not _describe_tools(form, trainer):
         return
-    user_file = flags.get("agent") or (flags.get("environment") or "").rpartition(":")[0]
+    named = flags.get("environment") or flags.get("function") or ""
+    user_file = flags.get("agent") or named.rpartition(":")[0]
     if user_file:
         user_file = os.path.abspath(user_file)
     gc.freeze()  # so that a collection in an episode writes to none of the pages it shares

@@ -76,7 +76,9 @@ class EpisodeRollouts:
         self.longest = longest
         self._flag_text = _as_written(flags)
         try:
-            processes = Episodes(flags.names, flags.environment_timeout, flags.environment_workers)
+            processes: Episodes[Turn] = Episodes(
+                flags.names, flags.environment_timeout, flags.environment_workers
+            )
         except CallError as problem:
             raise UserError(f"{self._flag_text}: cannot be used: {problem}") from None
         self.tools = processes.tools

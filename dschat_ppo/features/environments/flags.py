@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dschat_ppo.config.feature_flags import FlagNotes, HasFeatures
+from dschat_ppo.config.feature_flags import FlagNotes, HasFeatures, features_observe
 from dschat_ppo.config.schema import finite, flag, positive, require_used
 from dschat_ppo.errors import UserError
+
+_PURPOSE = "--environment, --tools, --tool_config or --agent_func_path"
 
 
 @dataclass(frozen=True)
@@ -72,16 +74,9 @@ class EnvironmentFlags:
             )
         require_used(
             self,
-            "max_turns max_observation_tokens observation_truncation environment_workers"
-            " environment_timeout",
+            "max_observation_tokens observation_truncation",
             when=self.is_used,
-            purpose="--environment, --tools, --tool_config or --agent_func_path",
-        )
-        require_used(
-            self,
-            "environment_reward_weight turn_reward",
-            when=self.gives_reward,
-            purpose="--environment, --tool_config or --agent_func_path",
+            purpose=_PURPOSE,
         )
 
     @property
@@ -123,6 +118,25 @@ class EnvironmentFlags:
             "tool_config": self.tool_config,
             "agent": self.agent_func_path,
         }
+
+
+def refuse_unused(flags: HasFeatures) -> None:
+    """Refuse flags without effect of those that other features with episodes have too."""
+    environment_flags = flags.of(EnvironmentFlags)
+    is_used = features_observe(flags)
+    gives_reward = environment_flags.gives_reward or (is_used and not environment_flags.is_used)
+    require_used(
+        environment_flags,
+        "max_turns environment_workers environment_timeout",
+        when=is_used,
+        purpose=f"{_PURPOSE}, and for --agent",
+    )
+    require_used(
+        environment_flags,
+        "environment_reward_weight turn_reward",
+        when=gives_reward,
+        purpose="--environment, --tool_config or --agent_func_path, and for --agent",
+    )
 
 
 FLAGS = {"ppo": EnvironmentFlags, "evaluate": EnvironmentFlags, "chat": EnvironmentFlags}

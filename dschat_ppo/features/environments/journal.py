@@ -62,7 +62,7 @@ class JournalledEpisodes:
     alone. `files`: of the environments, whose content is part of each question."""
 
     def __init__(
-        self, episodes: Episodes, journal: Journal, has_state: bool, files: Sequence[str] = ()
+        self, episodes: Episodes[Turn], journal: Journal, has_state: bool, files: Sequence[str] = ()
     ):
         self.episodes = episodes
         self.journal = journal

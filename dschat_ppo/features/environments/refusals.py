@@ -8,13 +8,14 @@ from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError
-from dschat_ppo.features.environments.flags import EnvironmentFlags
+from dschat_ppo.features.environments.flags import EnvironmentFlags, refuse_unused
 
 
 def refuse(config: StepConfig) -> None:
     """Refuse flags of single responses beside those of episodes."""
     if not isinstance(config, PPOConfig):
         return
+    refuse_unused(config)
     flags = config.of(EnvironmentFlags)
     if not flags.is_used:
         return
@@ -36,6 +37,7 @@ def refuse(config: StepConfig) -> None:
 
 def refuse_evaluation(args: argparse.Namespace, flags: HasFeatures) -> None:
     """Refuse flags of `tools.evaluate` for single responses beside those of episodes."""
+    refuse_unused(flags)
     if not flags.of(EnvironmentFlags).is_used:
         return
     if args.write_best or args.write_pairs:

@@ -58,7 +58,7 @@ class EpisodeTurns:
 
     def __init__(
         self,
-        episodes: Episodes | JournalledEpisodes,
+        episodes: Episodes[Turn] | JournalledEpisodes,
         observations: ObservationTokens,
         tokenizer: PreTrainedTokenizerBase,
         most: int,

@@ -131,7 +131,7 @@ def test_keys_that_are_wrong_missing_ended_or_foreign(rank):
     key, ended = rank.key(0), rank.key(1)
     other = ScriptedRank()
     foreign = other.key(0)
-    rank.do(lambda: rank.front.dismiss(ended))
+    rank.do(lambda: rank.front.dismiss(ended, 1))
     for wrong in ("", "EMPTY", key[:-1], key.upper() + "x", foreign, ended):
         authorization = f"Bearer {wrong}" if wrong else ""
         status, body = ask(rank, "", Authorization=authorization)

@@ -1,0 +1,4 @@
+"""Folders next to the checkpoints."""
+
+JOURNAL = "agents"
+FOLDERS = (JOURNAL,)

@@ -1,0 +1,193 @@
+"""The forms in which people write agents: a function that plays an episode, or a program.
+
+The processes of episodes import this module, so it imports no large library at its top.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+from dschat_ppo.common.extras import how_to_install
+from dschat_ppo.common.own_functions import load_callable
+from dschat_ppo.errors import printable_line
+from dschat_ppo.features.environments.environments import (
+    EnvironmentForm,
+    Row,
+    awaited,
+    finite_metrics,
+)
+from dschat_ppo.rewards.call_forms import LARGEST
+
+# parameters of a function that are no columns
+OURS = ("client", "base_url", "api_key", "model", "seed", "row")
+_TAIL = 2000  # characters of a program's output that are the cause of its failure
+
+
+@dataclass(frozen=True)
+class AgentResult:
+    """What an agent returned. `reward`: None if it does not score its episode; `call_rewards`: one
+    of each trained call, or None."""
+
+    reward: float | None = None
+    call_rewards: list[float] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where an agent finds the model."""
+
+    base_url: str
+    api_key: str
+    model: str
+
+    def set_variables(self) -> None:
+        """Let clients in this process, and in those that it starts, find this model, in place of an
+        account, and without a proxy."""
+        os.environ["OPENAI_BASE_URL"] = self.base_url
+        os.environ["OPENAI_API_KEY"] = self.api_key
+        os.environ["OPENAI_MODEL"] = self.model
+        for name in ("no_proxy", "NO_PROXY"):
+            hosts = os.environ.get(name, "")
+            os.environ[name] = ",".join(filter(None, [hosts, "127.0.0.1"]))
+
+
+def form_of_agent(function: str | None = None, command: str | None = None) -> EnvironmentForm:
+    """The form of `FILE.py:FUNCTION`, or of the words of a program. Its `tools` are the parameters
+    that a function must be given. Importing it may raise anything."""
+    if function is None:
+        words = shlex.split(command or "")
+        return EnvironmentForm(lambda: _ProgramAgent(words))  # type: ignore[return-value,arg-type]
+    module, _, name = function.rpartition(":")
+    play = load_callable(module, name)
+    parameters = inspect.signature(play).parameters
+    if "client" in parameters:
+        if find_spec("openai") is None:
+            raise ImportError(f"needs the package openai: {how_to_install('openai')}")
+        import_module("openai")  # takes a second, which forks of this process do not
+    needed = list[Any]()
+    for parameter in parameters.values():
+        if parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        ):
+            needed.append(parameter.name)
+    return EnvironmentForm(lambda: _FunctionAgent(play), lambda: needed)  # type: ignore[arg-type,return-value]
+
+
+class _FunctionAgent:
+    """A function, called with what its parameters name: things of ours, or columns of the row."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+
+    def play(self, row: Row, seed: int, base_url: str, api_key: str, model: str) -> AgentResult:
+        """Play one episode."""
+        Endpoint(base_url, api_key, model).set_variables()
+        ours = {
+            "base_url": base_url,
+            "api_key": api_key,
+            "model": model,
+            "seed": seed,
+            "row": row,
+        }
+        arguments = dict[str, Any]()
+        for name in inspect.signature(self.function).parameters:
+            if name == "client":
+                arguments[name] = self._client(base_url, api_key)
+            elif name in ours:
+                arguments[name] = ours[name]
+            elif name in row:
+                arguments[name] = row[name]
+        return agent_result(awaited(self.function(**arguments)))
+
+    def _client(self, base_url: str, api_key: str) -> Any:
+        """A client of the openai package that neither tries again nor gives up."""
+        import openai
+
+        make: Any = openai.OpenAI
+        if inspect.iscoroutinefunction(self.function):
+            make = openai.AsyncOpenAI
+        return make(base_url=base_url, api_key=api_key, max_retries=0, timeout=None)
+
+
+class _ProgramAgent:
+    """A program, which reads the row as JSON and writes its result into a file."""
+
+    def __init__(self, words: Sequence[str]):
+        self.words = list(words)
+
+    def play(self, row: Row, seed: int, base_url: str, api_key: str, model: str) -> AgentResult:
+        """Play one episode."""
+        Endpoint(base_url, api_key, model).set_variables()
+        with tempfile.TemporaryDirectory(prefix="dschat_agent_") as folder:
+            result = Path(folder, "result.json")
+            output = Path(folder, "output")
+            with output.open("wb") as written:
+                ended = subprocess.run(
+                    self.words,
+                    input=json.dumps(row).encode(),
+                    stdout=written,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "DSCHAT_SEED": str(seed), "DSCHAT_RESULT": str(result)},
+                    check=False,
+                )
+            if ended.returncode != 0:
+                raise RuntimeError(f"exit code {ended.returncode}: {_end_of(output)}")
+            if not result.is_file():
+                return AgentResult()
+            try:
+                value = json.loads(result.read_bytes())
+            except ValueError as problem:
+                raise ValueError(f"the file DSCHAT_RESULT is no JSON ({problem})") from None
+            return agent_result(value)
+
+
+def _end_of(file: Path) -> str:
+    """The end of a program's output, in one line."""
+    with file.open("rb") as written:
+        written.seek(max(0, file.stat().st_size - _TAIL))
+        text = written.read().decode("utf-8", "replace")
+    return printable_line(text.strip()) or "it wrote nothing"
+
+
+def agent_result(value: Any) -> AgentResult:
+    """What an agent returned: a number, None, or a dict with `reward`, `call_rewards` and numbers
+    for the log. `TypeError` or `ValueError` for anything else."""
+    if value is None:
+        return AgentResult()
+    if isinstance(value, Mapping):
+        rest = {
+            name: each for name, each in value.items() if name not in ("reward", "call_rewards")
+        }
+        reward = value.get("reward")
+        call_rewards = value.get("call_rewards")
+        if call_rewards is not None:
+            call_rewards = [_fp32_number(each) for each in call_rewards]
+        if reward is not None:
+            reward = _fp32_number(reward)
+        return AgentResult(reward, call_rewards, finite_metrics(rest))
+    return AgentResult(_fp32_number(value))
+
+
+def _fp32_number(value: Any) -> float:
+    """A number, also of NumPy or PyTorch, that fp32 holds."""
+    if isinstance(value, str) or not isinstance(value, SupportsFloat):
+        raise TypeError(
+            f"it returned {type(value).__name__}; expected a number, None, or a dict with 'reward'"
+        )
+    reward = float(value)
+    if not abs(reward) <= LARGEST:
+        raise ValueError(f"its reward is {reward}, which is not a finite fp32 number")
+    return reward

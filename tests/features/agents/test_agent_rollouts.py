@@ -1,0 +1,173 @@
+"""The rollouts of agents: rows, rewards, metrics, and the journal by which no finished agent plays
+again."""
+
+import json
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+from random_agents import SHAPES_OF_AGENTS
+from scripted_engine import ScriptedEngine
+
+from dschat_ppo.config.feature_flags import FeatureFlags
+from dschat_ppo.data.encode import decoded, encode_prompt
+from dschat_ppo.errors import UserError
+from dschat_ppo.features.agents.flags import AgentFlags
+from dschat_ppo.features.agents.rollouts import start_extension
+from dschat_ppo.features.environments.flags import EnvironmentFlags
+from dschat_ppo.ppo.rollouts import RolloutTask
+from dschat_ppo.rollout.generation_request import GenerationConfig
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
+
+TOKENIZER, _ = SHAPES_OF_AGENTS["plain"]
+AGENT = """
+import json, pathlib, threading, time, urllib.request
+HERE = pathlib.Path(__file__).parent
+
+def ask(base_url, api_key, *messages):
+    body = json.dumps({"messages": list(messages)}).encode()
+    request = urllib.request.Request(
+        base_url + "/chat/completions", body, {"Authorization": "Bearer " + api_key}
+    )
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+
+def user(text):
+    return {"role": "user", "content": text}
+
+def play(base_url, api_key, word, seed):
+    with (HERE / "played").open("a") as file:
+        file.write(word + "\\n")
+    if word == "bad":
+        raise ValueError("no luck")
+    first = ask(base_url, api_key, user("say " + word))
+    if word == "none":
+        return None
+    if word == "leaves":  # a call runs when the agent returns
+        more = (user("say " + word), first, user("never"))
+        threading.Thread(target=ask, args=(base_url, api_key, *more), daemon=True).start()
+        time.sleep(0.3)
+        return 2
+    second = ask(base_url, api_key, user("say " + word), first, user("say more"))
+    third = ask(base_url, api_key, user("say else"))
+    if word == "many":
+        return {"call_rewards": [1]}
+    return {"reward": 4, "call_rewards": [0.5, 1, 2], "length": len(third["content"])}
+"""
+WORDS = ["good", "bad", "none", "leaves", "many"]
+
+
+class ScriptedGeneration:
+    """Generation whose model says what it is asked to say."""
+
+    def __init__(self):
+        self.engine = None
+
+    def answer_calls(self, reserved, config, cancelled, partner):
+        def reply(text):
+            asked = text.split("<|im_start|>user\n")[-1].split("<|im_end|>")[0]
+            return None if asked == "never" else asked.replace("say", "said")
+
+        self.engine = ScriptedEngine(TOKENIZER, reply)
+        self.engine.run(partner)
+        assert all(0 <= sequence < reserved.count for sequence in self.engine.prompts)
+        return None, []
+
+
+def task_of(words, samples=1):
+    rows = [json.dumps({"word": word, "_messages": []}) for word in words]
+    ids = [encode_prompt(TOKENIZER, word) for word in words]
+    config = GenerationConfig(SamplingParameters(), StoppingCriteria(400), samples=samples)
+    prompts = Dataset.from_dict({"row": rows, "prompt_ids": ids})
+    return RolloutTask(prompts, range(len(words)), config, 7, (3,), 0, 3)
+
+
+@pytest.fixture
+def rollouts_of(tmp_path):
+    """What starts the rollouts of the agent in `tmp_path`, with its journal there."""
+    (tmp_path / "own.py").write_text(AGENT)
+    started = []
+
+    def start(output=None):
+        flags = AgentFlags(agent=f"{tmp_path / 'own.py'}:play")
+        features = FeatureFlags((flags, EnvironmentFlags()))
+        extension = start_extension(features, TOKENIZER, 200, output)
+        started.append(extension)
+        generation = ScriptedGeneration()
+        return extension, generation, extension.wrap(None, generation)
+
+    yield start
+    for extension in started:
+        extension.close()
+
+
+def played(folder):
+    return sorted((folder / "played").read_text().split())
+
+
+def test_rows_rewards_and_metrics(rollouts_of, tmp_path, capfd):
+    extension, _, sample = rollouts_of()
+    rollout = sample(task_of(WORDS))
+    assert played(tmp_path) == sorted(WORDS)
+    failed = dict(zip(WORDS, rollout.extra["failed"].tolist(), strict=True))
+    assert failed == {"good": False, "bad": True, "none": False, "leaves": False, "many": True}
+    assert rollout.extra["agent_scores"][[0, 3]].tolist() == [7.5, 2]
+    assert math.isnan(rollout.extra["agent_scores"][2])
+    texts = []
+    for row in range(len(WORDS)):
+        mask = rollout.response_mask[row]
+        texts.append(decoded(TOKENIZER, rollout.response_ids[row][mask].tolist()))
+    end = "<|im_end|>"
+    three = f"said good{end}said more{end}said else{end}"
+    assert texts[0] == three and texts[2:4] == [f"said none{end}", f"said leaves{end}"]
+    assert texts[1] == "" and rollout.response_lengths[1] == 0
+    # good: two contexts, rewards on the last tokens of the calls
+    ends = [len(f"said good{end}") - len(end)]
+    chosen = rollout.response_mask[0].nonzero().flatten()
+    rewards = rollout.extra["turn_rewards"][0]
+    placed = rewards[chosen]
+    ends = [len("said good"), len("said good") + 1 + len("said more"), len(chosen) - 1]
+    assert placed.nonzero().flatten().tolist() == ends
+    assert placed[ends].tolist() == [0.5, 1, 6] and rewards.sum() == 7.5
+    assert rollout.contexts[0][chosen].tolist() == [0] * (ends[1] + 1) + [1] * 10
+    metrics = extension.take_metrics()
+    assert metrics["agent/failures"] == pytest.approx(0.4)
+    assert metrics["agent/calls"] == pytest.approx((3 + 0 + 1 + 1 + 3) / 5)
+    assert metrics["agent/length"] == len("said else")
+    said = capfd.readouterr().out
+    assert "ValueError: no luck" in said
+    assert "it returned 1 call_rewards for 3 trained calls" in said
+    texts = extension.texts(rollout, [{}] * len(WORDS))
+    assert texts[3].final == "said leaves"
+
+
+def test_finished_agents_do_not_play_again(rollouts_of, tmp_path):
+    output = tmp_path / "run"
+    (output / "checkpoints").mkdir(parents=True)
+    _, _, sample = rollouts_of(output)
+    first = sample(task_of(WORDS))
+    # the run is killed before all have ended: the journal has three of the five
+    [journal] = output.rglob("step_000003_rank_0.jsonl")
+    lines = journal.read_text().splitlines(keepends=True)
+    assert len(lines) == len(WORDS)
+    journal.write_text("".join(lines[:3]) + lines[3][:20])
+    (tmp_path / "played").write_text("")
+    _, generation, sample = rollouts_of(output)
+    again = sample(task_of(WORDS))
+    assert len(played(tmp_path)) == 2
+    for name in ("prompt_ids", "response_ids", "response_mask", "rollout_logprobs", "contexts"):
+        assert torch.equal(getattr(first, name), getattr(again, name)), name
+    for name in ("turn_rewards", "failed"):
+        assert torch.equal(first.extra[name], again.extra[name])
+    assert torch.equal(first.finish_reason, again.finish_reason)
+    # another file of the agent, another seed: all play
+    (tmp_path / "own.py").write_text(AGENT + "\n")
+    _, _, sample = rollouts_of(output)
+    sample(task_of(WORDS))
+    assert len(played(tmp_path)) == 2 + len(WORDS)
+
+
+def test_all_agents_of_the_first_rollout_fail(rollouts_of):
+    _, _, sample = rollouts_of()
+    with pytest.raises(UserError, match="all agents of the first rollout failed: .*no luck"):
+        sample(task_of(["bad", "bad"]))
