@@ -1,5 +1,6 @@
 """Agents that ask a scripted model: what they get, what their rows hold, and how they fail."""
 
+import json
 import sys
 import time
 from contextlib import closing
@@ -11,7 +12,8 @@ from scripted_engine import ScriptedEngine
 
 from dschat_ppo.data.encode import decoded
 from dschat_ppo.features.agents.forms import AgentResult, agent_result
-from dschat_ppo.features.agents.front_link import Front
+from dschat_ppo.features.agents.front import CHAT
+from dschat_ppo.features.agents.front_link import Front, FrontEvent
 from dschat_ppo.features.agents.record import EpisodeLimits
 from dschat_ppo.features.agents.turns import AgentTurns
 from dschat_ppo.features.environments.episode_processes import Episodes
@@ -180,6 +182,21 @@ def test_the_clock_of_an_agent_stands_while_the_model_writes():
     [episode] = turns.episodes
     assert (episode.problem, episode.result) == ("", AgentResult(1.0))
     assert episode.own_seconds < 3
+
+
+def test_a_request_of_an_earlier_rollout_reaches_no_episode():
+    class Front:
+        admitted = 3
+        replied = ()
+
+        def reply(self, call, status, body):
+            self.replied = (call, status, json.loads(body)["error"]["code"])
+
+    front = Front()
+    turns = AgentTurns(None, front, TOKENIZER, LIMITS, {})
+    turns._hear(FrontEvent("call", 5, episode=2, path=CHAT, body=b"{}"))
+    turns._hear(FrontEvent("dismissed", -1, episode=2))
+    assert front.replied == (5, 401, "invalid_api_key")
 
 
 PROGRAM = """
