@@ -3,6 +3,7 @@ again."""
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -171,3 +172,20 @@ def test_all_agents_of_the_first_rollout_fail(rollouts_of):
     _, _, sample = rollouts_of()
     with pytest.raises(UserError, match="all agents of the first rollout failed: .*no luck"):
         sample(task_of(["bad", "bad"]))
+
+
+def test_a_cancelled_rollout_ends_its_agents_and_the_next_one_plays(rollouts_of, tmp_path):
+    _, generation, sample = rollouts_of(tmp_path / "run")
+    answer_calls = generation.answer_calls
+
+    def stop_early(reserved, config, cancelled, partner):
+        while not partner.opened():
+            partner.observed(wait=True)
+        return None, []
+
+    generation.answer_calls = stop_early
+    rollout = sample(replace(task_of(["none", "good"]), cancelled=lambda: True))
+    assert len(rollout.prompt_ids) == 2 and not rollout.response_mask.any()
+    generation.answer_calls = answer_calls
+    rollout = sample(task_of(["none", "good"]))
+    assert rollout.response_mask.any(dim=1).all() and not rollout.extra["failed"].any()
