@@ -186,10 +186,10 @@ def collate_sft(
     for row_mask, record, is_real in zip(mask, records, real, strict=True):
         for start, end in record.get("prompt_spans") or ():
             row_mask[max(start, 1) : end] = is_real  # nothing predicts the first token
-    given = None
+    given_embeddings = None
     if given_for is not None:
-        given = given_for(records, ids)
-    return SFTBatch(ids, mask, lengths, column(records, "source"), given)
+        given_embeddings = given_for(records, ids)
+    return SFTBatch(ids, mask, lengths, column(records, "source"), given_embeddings)
 
 
 def collate_prompts(

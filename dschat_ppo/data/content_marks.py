@@ -29,16 +29,16 @@ def has_marks(content: Any) -> bool:
 def in_parts(content: Any) -> list[dict[str, str]]:
     """A text as the list of parts that chat templates of models with images take: text, and an
     image for each mark."""
-    parts = list[dict[str, str]]()
+    content_parts = list[dict[str, str]]()
     begin = 0
     for mark in MARK.finditer(content or ""):
         if mark.start() > begin:
-            parts.append({"type": "text", "text": content[begin : mark.start()]})
-        parts.append({"type": "image"})
+            content_parts.append({"type": "text", "text": content[begin : mark.start()]})
+        content_parts.append({"type": "image"})
         begin = mark.end()
     if content and begin < len(content):
-        parts.append({"type": "text", "text": content[begin:]})
-    return parts
+        content_parts.append({"type": "text", "text": content[begin:]})
+    return content_parts
 
 
 def stands_in(words: str, text: str) -> bool:

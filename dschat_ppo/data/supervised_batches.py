@@ -165,12 +165,11 @@ def collate_pairs(
     ref_logprobs = column(records, REF_LOGPROBS, torch.float64)
     if ref_logprobs is not None:
         ref_logprobs = ref_logprobs.T.flatten()  # (B, 2): all chosen answers first
-    given = None
+    given_embeddings = None
     if given_for is not None:
-        given = given_for(records * 2, ids)
-    return PairBatch(
-        ids, lengths, mask, real, margin, column(records, "source"), ref_logprobs, given
-    )
+        given_embeddings = given_for(records * 2, ids)
+    sources = column(records, "source")
+    return PairBatch(ids, lengths, mask, real, margin, sources, ref_logprobs, given_embeddings)
 
 
 def _leave_out_untrained(

@@ -342,5 +342,5 @@ def _outputs(engine: Model, ids: Tensor, first_column: int = 0) -> Tensor:
         return engine(ids, lengths, read_mask=is_read)
     if module.given_source is None:
         return torch.stack(engine(ids, is_read))
-    ids, given = module.given_source.for_probe(ids)
-    return torch.stack(engine(ids, is_read, given=given))
+    ids, given_embeddings = module.given_source.for_probe(ids)
+    return torch.stack(engine(ids, is_read, given=given_embeddings))

@@ -132,7 +132,6 @@ def _plan_command(args: argparse.Namespace, step_words: list[str]) -> None:
     from dschat_ppo.common.logging import quiet_hugging_face
     from dschat_ppo.models.model_folders import settings_only
     from dschat_ppo.planner.model_parts import read_model_configs
-    from dschat_ppo.planner.number_format import dtype_for_plan
     from dschat_ppo.planner.plan_step import larger_micro_batch, larger_text, plan_step
 
     quiet_hugging_face()
@@ -150,14 +149,8 @@ def _plan_command(args: argparse.Namespace, step_words: list[str]) -> None:
         )
 
     if config.run.dtype == AUTO:
-        number_format = dtype_for_plan(
-            config,
-            next(iter(models.values())),
-            on_gpu=args.device_memory > 0,
-            fits=lambda in_fp32: not plan_of(in_fp32).missing,
-        )
-        print(f"{number_format}\n", file=sys.stderr if args.json else sys.stdout)
-        step_words = [*step_words, "--dtype", number_format.dtype]
+        words_of_dtype = _chosen_dtype(args, config, next(iter(models.values())), plan_of)
+        step_words = [*step_words, *words_of_dtype]
         config = step_config(args.step, step_words)
 
     def plan_with(words: list[str]) -> Plan:
@@ -177,6 +170,26 @@ def _plan_command(args: argparse.Namespace, step_words: list[str]) -> None:
     if larger is not None:
         text = larger_text(larger)
         print(f"{text[0].upper()}{text[1:]}")
+
+
+def _chosen_dtype(
+    args: argparse.Namespace,
+    config: StepConfig,
+    model_config: Any,
+    plan_of: Callable[[StepConfig], Plan],
+) -> list[str]:
+    """Choose the format of numbers as a run with `--dtype auto` would, and print the line of its
+    log. Returns the flag that names it."""
+    from dschat_ppo.planner.number_format import dtype_for_plan
+
+    number_format = dtype_for_plan(
+        config,
+        model_config,
+        on_gpu=args.device_memory > 0,
+        fits=lambda in_fp32: not plan_of(in_fp32).missing,
+    )
+    print(f"{number_format}\n", file=sys.stderr if args.json else sys.stdout)
+    return ["--dtype", number_format.dtype]
 
 
 def _print_plan(step: str, config: StepConfig, plan: Plan, proposal: Proposal | None) -> None:

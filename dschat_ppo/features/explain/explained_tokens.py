@@ -122,17 +122,17 @@ def _contexts(row: RecordedRow) -> list[int]:
     """The number of the context of each token, from 0 on."""
     if "contexts" not in row.tokens:
         return [0] * len(row.pieces)
-    return [int(number) for number in row.tokens["contexts"]]
+    return [int(context) for context in row.tokens["contexts"]]
 
 
 def _begun_contexts(row: RecordedRow) -> list[int | None]:
     """`begun_context` of each token."""
     begun: list[int | None] = []
-    context = 0  # the last one of which a token is chosen
-    for number, is_chosen in zip(_contexts(row), row.tokens["chosen"].tolist(), strict=True):
+    last_chosen = 0  # the context of the last chosen token
+    for context, is_chosen in zip(_contexts(row), row.tokens["chosen"].tolist(), strict=True):
         if is_chosen:
-            context = number
-        begun.append(number + 1 if number > context else None)
+            last_chosen = context
+        begun.append(context + 1 if context > last_chosen else None)
     return begun
 
 

@@ -232,8 +232,8 @@ class _Walk:
         if kind in _OTHER_MEDIA:
             raise UserError(f"a message has a part of type '{kind}'; images and text can be used")
         if kind in _PART_TYPES:
-            held = {key: value[key] for key in _PART_KEYS if value.get(key) is not None}
-            return {"type": "text", "text": self._mark(held or None)}
+            reference = {key: value[key] for key in _PART_KEYS if value.get(key) is not None}
+            return {"type": "text", "text": self._mark(reference or None)}
         return {key: self.marked(inner) for key, inner in value.items()}
 
     def _marked_text(self, text: str) -> str:
