@@ -189,9 +189,8 @@ def patient(base_url, api_key):
     return 1
 
 
-async def slow_agent(client, **_):
-    await say(client, [user("say a")])
-    time.sleep(60)
+def sleeps():
+    time.sleep(600)
 
 
 async def raises(client, **_):
