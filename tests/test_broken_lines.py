@@ -11,11 +11,12 @@ from break_lines import ROOT, read_lines
 SCRIPT = Path(__file__).with_name("break_lines.py")
 
 
-def test_each_entry_changes_a_text_and_names_a_test_that_exists():
+def test_each_entry_changes_a_text_of_the_package_and_names_a_test_that_exists():
     lines = read_lines()
     assert len(lines) == len(set(lines))
     for line in lines:
         assert line.before.strip() and line.before != line.after, line
+        assert line.applies(), f"the text before stands in the file once no more: {line}"
         file, _, test = line.test.partition("::")
         source = (ROOT / file).read_text(encoding="utf-8")
         if test:
