@@ -55,7 +55,7 @@ class NumberFile:
     flag: str = "--data_path"
     read: list = field(default_factory=list)
 
-    def numbered_rows(self, place):
+    def numbered_rows(self, place, keep=None):
         for number in range(place or 0, self.count):
             self.read.append(self.first + number)
             yield number + 1, {"n": self.first + number}, number + 1
@@ -327,7 +327,7 @@ def test_a_resumed_run_opens_the_data_at_the_position_before_its_chunk(
     opened = tmp_path / "opened"
 
     class Noting(NumberFile):
-        def numbered_rows(self, place):
+        def numbered_rows(self, place, keep=None):
             with opened.open("a") as file:
                 file.write(f"{place} ")
             yield from super().numbered_rows(place)
@@ -405,14 +405,16 @@ def test_no_process_is_left_when_the_rank_ends(is_killed):
     read, write = os.pipe()
     rank = os.fork()
     if rank == 0:
-        atexit._clear()
-        rows = tried(long_rows)  # the process waits for the pipe
-        worker = rows.process
-        if not is_killed:
-            atexit._run_exitfuncs()
-            worker.join(10)
-        os.write(write, f"{worker.pid} {worker.exitcode}\n".encode())
-        os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            atexit._clear()
+            rows = tried(long_rows)  # the process waits for the pipe
+            worker = rows.process
+            if not is_killed:
+                atexit._run_exitfuncs()
+                worker.join(10)
+            os.write(write, f"{worker.pid} {worker.exitcode}\n".encode())
+        finally:  # else this process would go on with the tests
+            os.kill(os.getpid(), signal.SIGKILL)
     os.close(write)
     with os.fdopen(read) as told:
         pid, code = told.readline().split()
