@@ -170,18 +170,18 @@ class EpisodeTree:
         if node is not None and new_ids is not None:
             prompt_ids = [*node.ids, *new_ids]
             if node is node.context.calls[-1]:
-                limit = self._room(len(prompt_ids), len(new_ids))
-                return self._add(node.context, prompt, prompt_ids, new_ids, limit, most_tokens, key)
+                limit = _at_most(most_tokens, self._room(len(prompt_ids), len(new_ids)))
+                return self._add(node.context, prompt, prompt_ids, new_ids, limit, key)
         else:
             prompt_ids = self.tokens.of_prompt(prompt)
         added = len(prompt_ids)
         if not self.contexts:
             added = 0  # the first prompt is no part of the response
             self._check_first_prompt(prompt_ids)
-        limit = self._room(len(prompt_ids), added)
+        limit = _at_most(most_tokens, self._room(len(prompt_ids), added))
         context = self._new_context(prompt_ids)
         self.rerendered += is_rerendered
-        return self._add(context, prompt, prompt_ids, prompt_ids, limit, most_tokens, key)
+        return self._add(context, prompt, prompt_ids, prompt_ids, limit, key)
 
     def begin_untrained(
         self, prompt: Prompt, most_tokens: int | None = None, key: str = ""
@@ -189,11 +189,11 @@ class EpisodeTree:
         """A new call that is in no row: it knows no other and none goes on from it."""
         self._require_call()
         prompt_ids = self.tokens.of_prompt(prompt)
-        limit = self._room_in_context(len(prompt_ids))
+        limit = _at_most(most_tokens, self._room_in_context(len(prompt_ids)))
         repeat = self._repeat(digest_of(prompt_ids, "untrained"))
         seed = seed_of(self.seed, prompt_ids, repeat, "untrained")
         context = Context(self.limits.contexts, -1, seed, prompt_ids, is_trained=False)
-        return self._add(context, prompt, prompt_ids, prompt_ids, limit, most_tokens, key)
+        return self._add(context, prompt, prompt_ids, prompt_ids, limit, key)
 
     def _add(
         self,
@@ -202,12 +202,9 @@ class EpisodeTree:
         prompt_ids: list[int],
         new_ids: list[int],
         limit: int,
-        most_tokens: int | None,
         key: str,
     ) -> ModelCall:
         """Add a call to a context."""
-        if most_tokens is not None:
-            limit = min(limit, most_tokens)
         use = "trained"
         if not context.is_trained:
             use = "untrained"
@@ -342,6 +339,13 @@ def _context_row(context: Context, calls: Sequence[ModelCall]) -> ContextRow:
         row.logprobs.extend([*[0.0] * len(new_ids), *call.logprobs])
         row.call_ends.append((call.index, len(row.response_ids) - 1))
     return row
+
+
+def _at_most(asked: int | None, room: int) -> int:
+    """The tokens that a call may write, which asks for `asked` where there is room for `room`."""
+    if asked is None:
+        return room
+    return min(asked, room)
 
 
 def _begins(call: ModelCall, prompt: Prompt) -> bool:
