@@ -208,7 +208,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
 
     announce("prepare data")
     rows = _tokenised_prompts(config, tokenizer)
-    _check_rewards_of_rows(config, functions, rows)
+    _check_use_of_rows(config, functions, rows)
     plan = plan_ppo(
         config.ppo,
         len(rows.train),
@@ -257,18 +257,23 @@ def _tokenised_prompts(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) ->
     return rows
 
 
-def _check_rewards_of_rows(config: PPOConfig, functions: CheckedFunctions, rows: TokenRows) -> None:
+def _check_use_of_rows(config: PPOConfig, functions: CheckedFunctions, rows: TokenRows) -> None:
     """Check that the routes of reward sources and of the models of features lead to prompts, and
-    that the data have the columns that reward functions take."""
+    that the data have the columns that reward functions and features take. A feature offers its
+    check as `checks.check_rows(config, rows)`."""
     data_rows = rows.at_hand["row"]
     are_all_rows = len(rows.at_hand) == len(rows.train)
     routes = further_routes(config, config.further_models)
     check_routes(config.rewards, rows.sources, data_rows, are_all_rows, routes)
     if are_all_rows:
         check_columns(functions.of_training, "--data_path", data_rows)
+        for check_rows in hooks("checks.check_rows"):
+            check_rows(config, data_rows)
     if rows.eval is not None:
         of_evaluation = functions.of_evaluation or functions.of_training
         check_columns(of_evaluation, "--eval_data_path", rows.eval["row"])
+        for check_rows in hooks("checks.check_rows"):
+            check_rows(config, rows.eval["row"])
 
 
 def show_ppo_batches(config: PPOConfig, plan: PPOPlan) -> None:

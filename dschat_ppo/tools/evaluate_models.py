@@ -110,6 +110,8 @@ def evaluate_models(request: EvaluationRequest) -> Evaluated:
         checked_further = checked_models([(model.flag, model.name) for model in further], None)
     prompts, data_sets = _prompts(request, models)
     check_columns(functions, "--data_path", prompts[0]["row"])
+    for check_rows in hooks("checks.check_rows"):
+        check_rows(request.features, prompts[0]["row"])
     _check_prompt_routes(request, further, data_sets, prompts[0]["row"])
     folders = [model.folder for model in models]
     if reward_model is not None:

@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.checkpoint.journal import Journal
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import checksum
-from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.data.batches import collate_prompts
@@ -27,24 +26,22 @@ from dschat_ppo.data.examples import Row
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.agents.checkpoint_folders import JOURNAL
 from dschat_ppo.features.agents.flags import AgentFlags, agent_files
-from dschat_ppo.features.agents.forms import OURS, AgentResult
 from dschat_ppo.features.agents.front_link import Front
+from dschat_ppo.features.agents.parameters import check_columns, parameters_of, start_agents
 from dschat_ppo.features.agents.played import PlayedEpisode, rows_of_played
 from dschat_ppo.features.agents.record import EpisodeLimits
 from dschat_ppo.features.agents.turns import AgentTurns
-from dschat_ppo.features.environments.episode_processes import ENDED, Episodes
+from dschat_ppo.features.environments.episode_processes import ENDED
 from dschat_ppo.features.environments.episode_texts import episode_texts
 from dschat_ppo.features.environments.flags import EnvironmentFlags
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.ppo.rollouts import Generate, RolloutExtension, RolloutTask, SampleRollout
 from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.rewards.reward_source import RewardRequest
-from dschat_ppo.rewards.worker_pool import CallError
 from dschat_ppo.rollout.partners import ReservedSequences
 from dschat_ppo.types import PromptBatch, Rollout, to_device
 
 MOST_WARNINGS = 3
-_FORM = "dschat_ppo.features.agents.forms:form_of_agent"
 
 
 class AgentReward:
@@ -60,11 +57,10 @@ class AgentReward:
 def tools_of(
     features: HasFeatures, tokenizer: PreTrainedTokenizerBase, longest: int
 ) -> Sequence[dict[str, Any]]:
-    """No tools: agents describe their own. `UserError` if the agent of the flags cannot be used;
-    see `AgentRollouts` for the arguments."""
+    """No tools: agents describe their own. `UserError` if the agent of the flags cannot be used."""
     flags = features.of(AgentFlags)
     if flags.is_used:
-        AgentRollouts(flags, features.of(EnvironmentFlags), tokenizer, longest).close()
+        parameters_of(flags)
     return ()
 
 
@@ -103,21 +99,13 @@ class AgentRollouts:
         longest: int,
         output: Path | None = None,
     ):
-        require_extra("uvicorn", flags.as_written)
         self.flags = flags
         self.settings = settings
         self.tokenizer = tokenizer
         self.longest = longest
-        try:
-            self.agents: Episodes[AgentResult] = Episodes(
-                flags.names,
-                settings.environment_timeout,
-                settings.environment_workers,
-                AgentResult,
-                _FORM,
-            )
-        except CallError as problem:
-            raise UserError(f"{flags.as_written}: cannot be used: {problem}") from None
+        self.agents = start_agents(
+            flags, settings.environment_timeout, settings.environment_workers
+        )
         self.journal: Journal | None = None
         if output is not None:
             self.journal = Journal(output, JOURNAL, "agents")
@@ -137,7 +125,7 @@ class AgentRollouts:
         rows: list[Row] = []
         for text in token_rows["row"]:
             rows += [json.loads(text)] * task.config.samples
-        self._check_columns(rows[0])
+        check_columns(self.flags, parameters_of(self.flags), token_rows["row"])
         questions = self._questions(task, rows)
         known = self._known(task, questions)
         missing = [index for index, episode in enumerate(known) if episode is None]
@@ -219,16 +207,6 @@ class AgentRollouts:
             if entry is not None:
                 known[-1] = PlayedEpisode.of_json(entry)
         return known
-
-    def _check_columns(self, row: Row) -> None:
-        """`UserError` if a parameter of the agent's function is no column."""
-        columns = [name for name in row if not name.startswith("_")]
-        for name in map(str, self.agents.tools):  # the parameters that it must be given
-            if name not in columns and name not in OURS:
-                raise UserError(
-                    f"{self.flags.as_written}: its parameter '{name}' is no column of the data"
-                    f" (columns: {', '.join(columns)}) and none of {', '.join(OURS)}"
-                )
 
     def _limits(self, task: RolloutTask) -> EpisodeLimits:
         """The limits of an episode."""

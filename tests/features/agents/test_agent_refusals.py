@@ -1,9 +1,12 @@
 """Flags that do not fit agents, in step 3 and in an evaluation."""
 
+import json
+
 import pytest
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
+from dschat_ppo.ppo.begin_ppo import begin_ppo
 from dschat_ppo.tools import chat, evaluate
 
 NEEDED = "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o"
@@ -69,3 +72,31 @@ def test_a_wrong_evaluation_is_refused_in_a_line(assets, words, said, capsys):
 def test_a_chat_has_no_agents(assets, capsys):
     assert chat.main(["--model", str(assets / "lm"), "--agent", "a.py:f"]) == 2
     assert "--agent" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--data_path", "--eval_data_path"])
+def test_a_parameter_that_is_no_column_is_refused_before_models_are_loaded(assets, tmp_path, flag):
+    """It says so for the rows of training, and for those of evaluation alone."""
+    (tmp_path / "own.py").write_text("def play(base_url, seed, row, task, more=1): ...\n")
+    for name in ("--data_path", "--eval_data_path"):
+        row = {"prompt": "Where?", "word": "a", "task": "b"}
+        if name == flag:
+            row.pop("task")
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    words = words_of_ppo(assets, tmp_path)
+    with pytest.raises(UserError) as problem:
+        begin_ppo(parse("ppo", words))
+    assert str(problem.value) == (
+        f"--agent {tmp_path / 'own.py'}:play: its parameter 'task' is no column of the data"
+        " (columns: prompt, word, data_source) and none of client, base_url, api_key, model, seed,"
+        " row"
+    )
+
+
+def words_of_ppo(assets, folder):
+    words = f"--actor_model_name_or_path {assets / 'lm'} --use_reward_model False"
+    words += " --advantage_estimator grpo --n_samples_per_prompt 2 --chat_template chatml --dry_run"
+    words += f" --output_dir {folder / 'out'} --agent {folder / 'own.py'}:play --dtype fp32"
+    for name in ("--data_path", "--eval_data_path"):
+        words += f" {name} {folder / name}.jsonl"
+    return words.split()
