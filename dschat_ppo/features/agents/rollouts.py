@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -112,6 +113,9 @@ class AgentRollouts:
         self.front = Front()
         self.agents.watch(self.front.socket)
         self._metrics = list[dict[str, float]]()  # of each episode since the last `take_metrics`
+        # of rollouts since then: those in which the engine had no call, and all
+        self._idle_seconds = 0.0
+        self._seconds = 0.0
         # id of an episode -> the tools of its last call, of the last two rollouts
         self._tools = dict[int, list[Any]]()
         self._last_tools = dict[int, list[Any]]()
@@ -138,7 +142,9 @@ class AgentRollouts:
                 self.journal.add(questions[missing[index]], episode.json)
                 self.journal.write()
 
+        began = time.monotonic()
         turns = self._answer_calls(generate, task, rows, missing, keep)
+        seconds = time.monotonic() - began
         for episode in turns.episodes:
             if not episode.is_over:  # the rollout was cancelled
                 self.front.dismiss(episode.key, turns.first + episode.index)
@@ -151,6 +157,8 @@ class AgentRollouts:
         self._end_if_all_failed(episodes, task.cancelled())
         if task.purpose == "sampled" and not task.cancelled():
             self._metrics += [_episode_metrics(episode) for episode in episodes]
+            self._idle_seconds += turns.idle_seconds
+            self._seconds += seconds
         return self._rows(task, episodes)
 
     def _answer_calls(
@@ -299,14 +307,20 @@ class AgentRollouts:
             )
 
     def take_metrics(self) -> dict[str, float]:
-        """Means over the episodes of all ranks since the last call, of what they have.
-        Collective."""
+        """Means over the episodes of all ranks since the last call, of what they have; and the
+        share of the time of these rollouts in which engines had no call. Collective."""
         columns: defaultdict[str, list[float]] = defaultdict(list)
         for metrics_of_rank in dist.gather_objects(self._metrics):
             for metrics in metrics_of_rank:
                 for name, value in metrics.items():
                     columns[name].append(float(value))
+        times = dist.gather_objects((self._idle_seconds, self._seconds))
+        seconds = math.fsum(of_rank for _, of_rank in times)
+        if seconds > 0:
+            columns["idle_share"].append(math.fsum(idle for idle, _ in times) / seconds)
         self._metrics.clear()
+        self._idle_seconds = 0.0
+        self._seconds = 0.0
         return {
             f"agent/{name}": math.fsum(values) / len(values)
             for name, values in sorted(columns.items())

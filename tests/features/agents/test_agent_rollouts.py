@@ -3,6 +3,7 @@ again."""
 
 import json
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -140,6 +141,28 @@ def test_rows_rewards_and_metrics(rollouts_of, tmp_path, capfd):
     assert "it returned 1 call_rewards for 3 trained calls" in said
     texts = extension.texts(rollout, [{}] * len(WORDS))
     assert texts[3].final == "said leaves"
+
+
+def test_the_share_of_a_rollout_in_which_the_engine_has_no_call(rollouts_of):
+    """The waits of the engine, 0.25 s of which are made up, over all of its time."""
+    extension, generation, sample = rollouts_of()
+    answer_calls = generation.answer_calls
+
+    def answer_slowly(reserved, config, cancelled, partner):
+        partner.idle_seconds = 0.25
+        time.sleep(0.25)
+        results = answer_calls(reserved, config, cancelled, partner)
+        shares.append(partner.idle_seconds)
+        return results
+
+    shares = []
+    generation.answer_calls = answer_slowly
+    began = time.monotonic()
+    sample(task_of(["none"]))
+    most = time.monotonic() - began
+    share = extension.take_metrics()["agent/idle_share"]
+    assert shares[0] > 0.25 and shares[0] / most <= share < 1
+    assert "agent/idle_share" not in extension.take_metrics(), "it begins anew"
 
 
 def test_finished_agents_do_not_play_again(rollouts_of, tmp_path):
