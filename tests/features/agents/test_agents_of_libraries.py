@@ -1,0 +1,85 @@
+"""Unmodified agents of other projects play episodes with a scripted model."""
+
+import json
+from contextlib import closing
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from random_agents import SHAPES_OF_AGENTS
+from scripted_engine import ScriptedEngine
+
+from dschat_ppo.data.encode import decoded
+from dschat_ppo.features.agents.forms import AgentResult
+from dschat_ppo.features.agents.front_link import Front
+from dschat_ppo.features.agents.record import EpisodeLimits
+from dschat_ppo.features.agents.turns import AgentTurns
+from dschat_ppo.features.environments.episode_processes import Episodes
+
+pytestmark = [pytest.mark.release, pytest.mark.slow]
+AGENTS = Path(__file__).parent / "agents_of_libraries.py"
+FORM = "dschat_ppo.features.agents.forms:form_of_agent"
+TOKENIZER, _ = SHAPES_OF_AGENTS["tools"]
+LIMITS = EpisodeLimits(  # a token is a byte here
+    calls=8, contexts=4, context_length=60000, prompt_length=50000, response_length=200000
+)
+
+
+def call_of(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+REPLIES = {  # of the first call of the model, and of the second
+    "smolagents": (
+        'Thought: I look.\n<code>\nseen = look("a")\nprint(seen)\n</code>',
+        'Thought: Done.\n<code>\nfinal_answer("nothing")\n</code>',
+    ),
+    "smolagents_tools": (call_of("unknown"), call_of("final_answer", answer="nothing")),
+    "langchain_openai": (call_of("look", at="a"), "I see nothing."),
+    "minisweagent": (
+        "I say it." + call_of("bash", command="echo hi > said; cat said"),
+        call_of("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat said"),
+    ),
+}
+
+
+def episode_of(case):
+    """The episode that an agent has played."""
+    replies = iter(REPLIES[case])
+    agents = Episodes({"function": f"{AGENTS}:play"}, 100.0, 2, AgentResult, FORM)
+    front = Front()
+    with closing(agents), closing(front):
+        agents.watch(front.socket)
+        turns = AgentTurns(agents, front, TOKENIZER, LIMITS, {"temperature": 1.0})
+        turns.start([{"case": case}], [0], [0])
+        ScriptedEngine(TOKENIZER, lambda text: next(replies)).run(turns)
+        agents.end_all()
+    [episode] = turns.episodes
+    return episode
+
+
+@pytest.mark.parametrize(
+    ("case", "library", "contexts"),
+    [
+        # it puts the stop text behind the reply that ended before it, which is another message
+        ("smolagents", "smolagents", 2),
+        ("smolagents_tools", "smolagents", 2),  # it writes calls of tools as text
+        ("langchain_openai", "langchain_openai", 1),
+        ("minisweagent", "minisweagent", 1),
+    ],
+)
+def test_an_unmodified_agent_plays_an_episode(tmp_path, monkeypatch, case, library, contexts):
+    if find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MSWEA_SILENT_STARTUP", "1")
+    monkeypatch.setenv("MSWEA_GLOBAL_CONFIG_DIR", str(tmp_path))
+    episode = episode_of(case)
+    assert (episode.problem, episode.result) == ("", AgentResult(1.0))
+    assert episode.counts["refused_calls"] == episode.counts["malformed_calls"] == 0
+    assert len(episode.trained_calls) == 2
+    rows = episode.tree.rows()
+    assert len(rows) == contexts
+    texts = [decoded(TOKENIZER, row.prompt_ids + row.response_ids) for row in rows]
+    for reply in REPLIES[case]:
+        assert any(reply in text for text in texts)
