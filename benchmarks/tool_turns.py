@@ -54,13 +54,13 @@ def calculate(expression: str) -> int:
 """
 
 
-def make_larger(model: Path) -> None:
+def make_larger(model: Path, width: int = 4096) -> None:
     """More layers and wider ones whose additional weights add 0: the same model, whose passes cost
-    more."""
+    more. `width`: numbers between the matrices of an MLP."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     small = AutoModelForCausalLM.from_pretrained(model)
-    shape = {"num_hidden_layers": 8, "intermediate_size": 4096}
+    shape = {"num_hidden_layers": 8, "intermediate_size": width}
     large, given = (
         AutoModelForCausalLM.from_config(LlamaConfig(**{**small.config.to_dict(), **shape})),
         small.state_dict(),

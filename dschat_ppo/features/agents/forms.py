@@ -5,6 +5,7 @@ The processes of episodes import this module, so it imports no large library at 
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import os
@@ -12,6 +13,7 @@ import shlex
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -75,7 +77,7 @@ def form_of_agent(function: str | None = None, command: str | None = None) -> En
     if "client" in parameters:
         if find_spec("openai") is None:
             raise ImportError(f"needs the package openai: {how_to_install('openai')}")
-        import_module("openai")  # takes a second, which forks of this process do not
+        _warm_up(inspect.iscoroutinefunction(play))
     needed = list[Any]()
     for parameter in parameters.values():
         if parameter.default is parameter.empty and parameter.kind not in (
@@ -105,21 +107,48 @@ class _FunctionAgent:
         arguments = dict[str, Any]()
         for name in inspect.signature(self.function).parameters:
             if name == "client":
-                arguments[name] = self._client(base_url, api_key)
+                is_async = inspect.iscoroutinefunction(self.function)
+                arguments[name] = _client_of(is_async, base_url, api_key)
             elif name in ours:
                 arguments[name] = ours[name]
             elif name in row:
                 arguments[name] = row[name]
         return agent_result(awaited(self.function(**arguments)))
 
-    def _client(self, base_url: str, api_key: str) -> Any:
-        """A client of the openai package that neither tries again nor gives up."""
-        import openai
 
-        make: Any = openai.OpenAI
-        if inspect.iscoroutinefunction(self.function):
-            make = openai.AsyncOpenAI
-        return make(base_url=base_url, api_key=api_key, max_retries=0, timeout=None)
+def _client_of(is_async: bool, base_url: str, api_key: str) -> Any:
+    """A client of the openai package that neither tries again nor gives up. It uses no proxy and
+    reads no certificates, which takes as long as ten calls and which no endpoint here has."""
+    openai: Any = import_module("openai")
+    make = openai.OpenAI
+    http = openai.DefaultHttpxClient
+    if is_async:
+        make = openai.AsyncOpenAI
+        http = openai.DefaultAsyncHttpxClient
+    return make(
+        base_url=base_url,
+        api_key=api_key,
+        max_retries=0,
+        timeout=None,
+        http_client=http(verify=False, trust_env=False),
+    )
+
+
+def _warm_up(is_async: bool) -> None:
+    """Call an endpoint that does not exist. What a first call imports and makes takes a second, and
+    forks of this process have it; they must not share an event loop, so it is closed."""
+    openai: Any = import_module("openai")
+    client = _client_of(is_async, "http://127.0.0.1:9/v1", "none")  # a port that nobody uses
+
+    async def call_async() -> None:
+        await client.chat.completions.create(model="none", messages=[])
+        await client.close()
+
+    with suppress(openai.OpenAIError):
+        if is_async:
+            asyncio.run(call_async())
+        else:
+            client.chat.completions.create(model="none", messages=[])
 
 
 class _ProgramAgent:

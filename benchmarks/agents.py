@@ -1,0 +1,184 @@
+"""Rollouts with an agent beside rollouts with `--tools`, in one process with one thread.
+
+    python benchmarks/agents.py [--latencies 0 0.2] [--repeats 5] [--work DIR] [--tiny]
+
+Both play the sums of `training_scripts/examples/calculator` with its SFT model, which is made first
+(some minutes) and gets weights that add 0 until it has 31.6 M parameters: 8 prompts, 8 episodes
+each, 64 workers, fp32. The agent is the loop of `training_scripts/examples/agents`.
+both sample the same tokens, so the ratio of their seconds is that of their throughput. They
+alternate. `--tiny`: a trial with few episodes and a model without training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from measure import ROOT, environment, seconds
+from tool_turns import EXAMPLE, TOOL, make_larger
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from dschat_ppo.config.data_flags import DataFlags, StepData
+from dschat_ppo.config.feature_flags import FeatureFlags
+from dschat_ppo.data.prepare import prepare
+from dschat_ppo.features.agents import rollouts as agents
+from dschat_ppo.features.agents.flags import AgentFlags
+from dschat_ppo.features.environments import rollouts as environments
+from dschat_ppo.features.environments.flags import EnvironmentFlags
+from dschat_ppo.models.fast_layers import use_fast_layers
+from dschat_ppo.ppo.rollouts import RolloutExtension, RolloutTask
+from dschat_ppo.rollout.generation_request import GenerationConfig
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
+from dschat_ppo.tools.evaluate_models import ModelGeneration
+from dschat_ppo.types import Rollout
+
+PROMPTS, SAMPLES, TINY_SAMPLES = 8, 8, 1
+PROMPT_LENGTH, RESPONSE_LENGTH = 48, 128
+WIDTH = 13_568  # of the MLPs, with which the model has 31.6 M parameters
+AGENT = """
+import sys, time
+sys.path.append({folder!r})
+import calculator_agent
+calculate = calculator_agent.calculate
+def slowly(expression):
+    time.sleep({seconds})
+    return calculate(expression)
+calculator_agent.calculate = slowly
+play = calculator_agent.play
+"""
+
+
+def make_model(work: Path, is_tiny: bool) -> Path:
+    """The folder of the model; the data lies in `work/task/data`."""
+    env = environment(RANKS="1", DTYPE="fp32")
+    if is_tiny:
+        task = [sys.executable, str(EXAMPLE / "task.py"), str(work / "task")]
+        subprocess.run(task, env=env, check=True, stdout=subprocess.DEVNULL)
+        return work / "task/model"
+    model = work / "larger"
+    if not model.exists():
+        if not (work / "sft/result.json").exists():
+            words = ["--max_steps", "1", "--output_dir", str(work / "unused")]
+            command = ["bash", str(EXAMPLE / "run.sh"), str(work), *words]
+            subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
+        shutil.copytree(work / "sft", model)
+        make_larger(model, WIDTH)
+    return model
+
+
+def token_rows(
+    work: Path, tokenizer: PreTrainedTokenizerBase, tools: Any, most_rows: int
+) -> Dataset:
+    """The first prompts, with these tools."""
+    flags = DataFlags(
+        data_path=[str(work / "task/data/prompts.jsonl")],
+        data_split="0,0,1",
+        data_output_path=str(work / "cache"),
+    )
+    step = StepData(
+        "prompt", flags, PROMPT_LENGTH, tools=tools, most_rows=most_rows, whole_flag="--data_path"
+    )
+    rows = prepare(step, tokenizer).eval
+    assert rows is not None
+    return rows
+
+
+def measure(
+    work: Path, model: Any, tokenizer: PreTrainedTokenizerBase, latency: float, options: Any
+) -> dict[str, float]:
+    """Median seconds of a rollout by each of the two, with a tool that takes `latency` seconds, and
+    their ratio."""
+    samples = SAMPLES
+    if options.tiny:
+        samples = TINY_SAMPLES
+    tool = work / f"tool_{int(latency * 1000)}.py"
+    tool.write_text(TOOL.format(folder=str(EXAMPLE), seconds=latency), encoding="utf-8")
+    agent = work / f"agent_{int(latency * 1000)}.py"
+    folder = str(EXAMPLE.parent / "agents")
+    agent.write_text(AGENT.format(folder=folder, seconds=latency), encoding="utf-8")
+    workers = PROMPTS * samples
+    features = {
+        "tools": FeatureFlags(
+            (
+                EnvironmentFlags(tools=[f"{tool}:calculate"], environment_workers=workers),
+                AgentFlags(),
+            )
+        ),
+        "agent": FeatureFlags(
+            (EnvironmentFlags(environment_workers=workers), AgentFlags(agent=f"{agent}:play"))
+        ),
+    }
+    rooms: dict[str, Any] = {"tools": environments, "agent": agents}
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    stopping = StoppingCriteria(RESPONSE_LENGTH, (end,), decode=tokenizer.batch_decode)
+    config = GenerationConfig(SamplingParameters(), stopping, samples)
+    times: dict[str, list[float]] = {name: [] for name in rooms}
+    extensions = dict[str, RolloutExtension]()
+    rollouts = dict[str, Rollout]()
+    samplers = dict[str, Any]()
+    tasks = dict[str, RolloutTask]()
+    for name, room in rooms.items():
+        described = room.tools_of(features[name], tokenizer, PROMPT_LENGTH)
+        rows = token_rows(work, tokenizer, described, PROMPTS)
+        tasks[name] = RolloutTask(rows, range(len(rows)), config, 7, (1, 0), 0, 1)
+        extensions[name] = room.start_extension(features[name], tokenizer, PROMPT_LENGTH, None)
+        samplers[name] = extensions[name].wrap(None, ModelGeneration(model))  # type: ignore[arg-type]
+    with closing(extensions["tools"]), closing(extensions["agent"]):
+        for repeat in range(options.repeats + 1):
+            for name in rooms:
+
+                def play(name: str = name) -> None:
+                    rollouts[name] = samplers[name](tasks[name])
+
+                wall = seconds(play)
+                if repeat > 0:  # the first one starts processes
+                    times[name].append(wall)
+        calls = extensions["agent"].take_metrics()["agent/calls"]
+    assert torch.equal(rollouts["tools"].response_ids, rollouts["agent"].response_ids)
+    medians = {name: statistics.median(walls) for name, walls in times.items()}
+    return {
+        "latency": latency,
+        "calls": calls,
+        "ratio": medians["tools"] / medians["agent"],
+        "least": min(a / b for a, b in zip(times["tools"], times["agent"], strict=True)),
+        "most": max(a / b for a, b in zip(times["tools"], times["agent"], strict=True)),
+        **medians,
+    }
+
+
+def main() -> None:
+    """Measure each latency, and print a line for it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--latencies", type=float, nargs="+", default=[0.0, 0.2], help="seconds of a call"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="rollouts of each that are counted")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "agents")
+    parser.add_argument("--tiny", action="store_true", help="a trial of the script on tiny sizes")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    options.work.mkdir(parents=True, exist_ok=True)
+    folder = make_model(options.work, options.tiny)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    use_fast_layers(model.eval())
+    print(f"{sum(weight.numel() for weight in model.parameters()) / 1e6:.1f} M parameters")
+    for latency in options.latencies:
+        print(measure(options.work, model, tokenizer, latency, options), flush=True)
+
+
+if __name__ == "__main__":
+    main()
