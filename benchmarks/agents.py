@@ -4,7 +4,7 @@
 
 Both play the sums of `training_scripts/examples/calculator` with its SFT model, which is made first
 (some minutes) and gets weights that add 0 until it has 31.6 M parameters: 8 prompts, 8 episodes
-each, 64 workers, fp32. The agent is the loop of `training_scripts/examples/agents`.
+each, 64 workers, fp32. The agent is the loop of `training_scripts/examples/agents`. With one seed
 both sample the same tokens, so the ratio of their seconds is that of their throughput. They
 alternate. `--tiny`: a trial with few episodes and a model without training.
 """

@@ -24,6 +24,19 @@ import products  # noqa: E402
 import trajectories  # noqa: E402
 from models import Workload  # noqa: E402
 
+# agents.py
+
+
+@pytest.mark.release
+@pytest.mark.slow
+def test_a_trial_of_agents_beside_tools(tmp_path):
+    pytest.importorskip("openai")
+    words = ["--tiny", "--repeats", "1", "--latencies", "0", "--work", tmp_path]
+    result = succeed(forked(1, "tests/workers/run_module.py", "benchmarks/agents.py", *words))
+    line = result.stdout.splitlines()[-1]
+    assert "'calls': 1.0" in line and "'ratio': " in line
+
+
 # curves.py
 
 
