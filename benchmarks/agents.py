@@ -18,13 +18,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from contextlib import closing
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from datasets import Dataset
-from measure import ROOT, environment, seconds
+from measure import ROOT, environment
 from tool_turns import EXAMPLE, TOOL, make_larger
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -36,7 +39,7 @@ from dschat_ppo.features.agents.flags import AgentFlags
 from dschat_ppo.features.environments import rollouts as environments
 from dschat_ppo.features.environments.flags import EnvironmentFlags
 from dschat_ppo.models.fast_layers import use_fast_layers
-from dschat_ppo.ppo.rollouts import RolloutExtension, RolloutTask
+from dschat_ppo.ppo.rollouts import RolloutExtension, RolloutTask, own_rollouts
 from dschat_ppo.rollout.generation_request import GenerationConfig
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.tools.evaluate_models import ModelGeneration
@@ -93,67 +96,86 @@ def token_rows(
     return rows
 
 
-def measure(
-    work: Path, model: Any, tokenizer: PreTrainedTokenizerBase, latency: float, options: Any
-) -> dict[str, float]:
-    """Median seconds of a rollout by each of the two, with a tool that takes `latency` seconds, and
-    their ratio."""
-    samples = SAMPLES
-    if options.tiny:
-        samples = TINY_SAMPLES
+@dataclass(frozen=True, eq=False)
+class Contender:
+    """One way to play the episodes."""
+
+    extension: RolloutExtension
+    play: Callable[[], Rollout]
+
+
+def files_of(work: Path, latency: float) -> tuple[Path, Path]:
+    """The tool and the agent, in which a sum takes `latency` seconds."""
     tool = work / f"tool_{int(latency * 1000)}.py"
     tool.write_text(TOOL.format(folder=str(EXAMPLE), seconds=latency), encoding="utf-8")
     agent = work / f"agent_{int(latency * 1000)}.py"
     folder = str(EXAMPLE.parent / "agents")
     agent.write_text(AGENT.format(folder=folder, seconds=latency), encoding="utf-8")
-    workers = PROMPTS * samples
-    features = {
-        "tools": FeatureFlags(
-            (
-                EnvironmentFlags(tools=[f"{tool}:calculate"], environment_workers=workers),
-                AgentFlags(),
-            )
-        ),
-        "agent": FeatureFlags(
-            (EnvironmentFlags(environment_workers=workers), AgentFlags(agent=f"{agent}:play"))
-        ),
-    }
-    rooms: dict[str, Any] = {"tools": environments, "agent": agents}
-    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    return tool, agent
+
+
+def contender_of(
+    work: Path,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: int,
+    environment_flags: EnvironmentFlags,
+    agent_flags: AgentFlags,
+) -> Contender:
+    """What plays `samples` episodes of each prompt with these flags."""
+    features = FeatureFlags((environment_flags, agent_flags))
+    room: Any = environments
+    if agent_flags.is_used:
+        room = agents
+    end = cast(int, tokenizer.convert_tokens_to_ids("<|end|>"))
     stopping = StoppingCriteria(RESPONSE_LENGTH, (end,), decode=tokenizer.batch_decode)
     config = GenerationConfig(SamplingParameters(), stopping, samples)
-    times: dict[str, list[float]] = {name: [] for name in rooms}
-    extensions = dict[str, RolloutExtension]()
-    rollouts = dict[str, Rollout]()
-    samplers = dict[str, Any]()
-    tasks = dict[str, RolloutTask]()
-    for name, room in rooms.items():
-        described = room.tools_of(features[name], tokenizer, PROMPT_LENGTH)
-        rows = token_rows(work, tokenizer, described, PROMPTS)
-        tasks[name] = RolloutTask(rows, range(len(rows)), config, 7, (1, 0), 0, 1)
-        extensions[name] = room.start_extension(features[name], tokenizer, PROMPT_LENGTH, None)
-        samplers[name] = extensions[name].wrap(None, ModelGeneration(model))  # type: ignore[arg-type]
-    with closing(extensions["tools"]), closing(extensions["agent"]):
-        for repeat in range(options.repeats + 1):
-            for name in rooms:
+    tools = room.tools_of(features, tokenizer, PROMPT_LENGTH)
+    rows = token_rows(work, tokenizer, tools, PROMPTS)
+    task = RolloutTask(rows, range(len(rows)), config, 7, (1, 0), 0, 1)
+    extension = room.start_extension(features, tokenizer, PROMPT_LENGTH, None)
+    generation = ModelGeneration(model)
+    sample = extension.wrap(own_rollouts(generation, 0), generation)
+    return Contender(extension, partial(sample, task))
 
-                def play(name: str = name) -> None:
-                    rollouts[name] = samplers[name](tasks[name])
 
-                wall = seconds(play)
-                if repeat > 0:  # the first one starts processes
-                    times[name].append(wall)
-        calls = extensions["agent"].take_metrics()["agent/calls"]
-    assert torch.equal(rollouts["tools"].response_ids, rollouts["agent"].response_ids)
-    medians = {name: statistics.median(walls) for name, walls in times.items()}
-    return {
-        "latency": latency,
-        "calls": calls,
-        "ratio": medians["tools"] / medians["agent"],
-        "least": min(a / b for a, b in zip(times["tools"], times["agent"], strict=True)),
-        "most": max(a / b for a, b in zip(times["tools"], times["agent"], strict=True)),
-        **medians,
+def measure(
+    work: Path, model: Any, tokenizer: PreTrainedTokenizerBase, latency: float, options: Any
+) -> dict[str, float]:
+    """Median seconds of a rollout by each of the two, with a tool that takes `latency` seconds, and
+    the ratio of their throughput: its median, its least and its greatest."""
+    samples = SAMPLES
+    if options.tiny:
+        samples = TINY_SAMPLES
+    tool, agent = files_of(work, latency)
+    workers = PROMPTS * samples
+    with_tools = EnvironmentFlags(tools=[f"{tool}:calculate"], environment_workers=workers)
+    without_tools = EnvironmentFlags(environment_workers=workers)
+    agent_flags = AgentFlags(agent=f"{agent}:play")
+    common = (work, model, tokenizer, samples)
+    contenders = {
+        "tools": contender_of(*common, with_tools, AgentFlags()),
+        "agent": contender_of(*common, without_tools, agent_flags),
     }
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    ids: dict[str, torch.Tensor] = {}
+    for repeat in range(options.repeats + 1):
+        for name, contender in contenders.items():
+            began = time.perf_counter()
+            ids[name] = contender.play().response_ids
+            if repeat > 0:  # the first one starts processes
+                times[name].append(time.perf_counter() - began)
+    assert torch.equal(ids["tools"], ids["agent"])
+    result = {
+        "latency": latency,
+        "calls": contenders["agent"].extension.take_metrics()["agent/calls"],
+    }
+    for contender in contenders.values():
+        contender.extension.close()
+    ratios = [tools / agent for tools, agent in zip(times["tools"], times["agent"], strict=True)]
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    result["ratio"] = medians["tools"] / medians["agent"]
+    return {**result, "least": min(ratios), "most": max(ratios), **medians}
 
 
 def main() -> None:
