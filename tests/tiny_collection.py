@@ -140,7 +140,11 @@ def collection_of(
     actor = SimpleNamespace(eval=lambda: modes.append("eval"), modes=modes, layout=Layout())
     plan = plan_ppo(config.ppo, 12, 1)
     passes = ForwardPasses(actor, None, None, 1.0, plan.micro_batch_tokens, old_logprobs, "k1")
-    advantages = SimpleNamespace(scaled_and_clipped=clipped, source_weights=())
+    advantages = SimpleNamespace(
+        scaled_and_clipped=clipped,
+        source_weights=(),
+        score_magnitudes=lambda rows: rows.scores.abs(),
+    )
     rounds = rounds_of_run(config, plan, advantages)
     parts = config, plan, Sampler(), RewardRequests(), passes, rounds, PhaseClock()
     return ExperienceCollection(*parts, several_data_sets)

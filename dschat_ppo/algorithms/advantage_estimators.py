@@ -50,7 +50,8 @@ class AdvantageInputs:
     # (B, K) fp32, by each reward source; NaN where it does not score the row
     source_scores: Tensor | None = None
     source_weights: Tensor | None = None  # (K,) fp64, weights of the sources in the score
-    # (B,) fp64, sizes of the numbers that S is a sum of, which its rounding is a part of; None: S
+    # (B,) fp64, sizes of the numbers that S was added up from, which bound its rounding where they
+    # are larger than S; None: they are not
     magnitudes: Tensor | None = None
 
 
@@ -132,7 +133,7 @@ def _standardised_gaps(inputs: AdvantageInputs, groups: Groups) -> Tensor:
     again.
     """
     scores = scores_before_penalty(inputs)  # (B,)
-    gaps = groups.gaps(scores, inputs.magnitudes)
+    gaps = groups.gaps(scores, _magnitudes(scores, inputs))
     if inputs.batch_std:
         std = _batch_std(scores, groups)
     else:
@@ -215,7 +216,7 @@ def maxrl(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """
     groups = Groups.of(inputs.groups, inputs.response_mask)
     scores = scores_before_penalty(inputs)  # (B,)
-    gaps = groups.gaps(scores, inputs.magnitudes)
+    gaps = groups.gaps(scores, _magnitudes(scores, inputs))
     mean = groups.best(scores) + groups.mean(gaps)
     advantages = torch.where(mean > 0, (gaps - groups.mean(gaps)) / mean, 0.0)
     return _less_penalty(advantages, inputs, groups)
@@ -285,18 +286,22 @@ def scores_before_penalty(inputs: AdvantageInputs) -> Tensor:
 
 def _score_gaps(inputs: AdvantageInputs, groups: Groups) -> Tensor:
     """(B,) fp64 gaps of S."""
-    return groups.gaps(_row_scores(inputs), inputs.magnitudes)
+    scores = _row_scores(inputs)
+    return groups.gaps(scores, _magnitudes(scores, inputs))
 
 
 def _penalty_gaps(inputs: AdvantageInputs, groups: Groups) -> Tensor:
     """(B,) fp64 gaps of what the penalties add to S. They are differences of numbers of the size of
     S, and so have its rounding."""
     scores = scores_before_penalty(inputs)
+    return groups.gaps(_row_scores(inputs) - scores, _magnitudes(scores, inputs))
+
+
+def _magnitudes(scores: Tensor, inputs: AdvantageInputs) -> Tensor:
+    """(B,) fp64, the sizes that bound the rounding of `scores` (B,) fp64."""
     if inputs.magnitudes is None:
-        magnitudes = scores.abs()
-    else:
-        magnitudes = inputs.magnitudes
-    return groups.gaps(_row_scores(inputs) - scores, magnitudes)
+        return scores.abs()
+    return torch.maximum(scores.abs(), inputs.magnitudes)
 
 
 def _divisor(std: Tensor, inputs: AdvantageInputs) -> Tensor:

@@ -70,13 +70,17 @@ class Groups:
         return torch.sqrt(self.sum(squares) / (self.sizes - 1).clamp_min(1))
 
 
-def groups_that_differ(scores: Tensor, groups: Tensor) -> Tensor:
+def groups_that_differ(scores: Tensor, groups: Tensor, magnitudes: Tensor | None = None) -> Tensor:
     """(B,) bool, True on the rows of a group whose scores are not all equal but for rounding (see
     `Groups.gaps`), or not all finite. `scores` (B,) fp32; `groups` (B,) int64, any number for each
-    group, in any order."""
+    group, in any order; `magnitudes` (B,) fp64, of the numbers that the scores were added up from,
+    where they are larger than the scores."""
     index = torch.unique(groups, return_inverse=True)[1]
     spread = _max_by_group(scores, index) - _min_by_group(scores, index)
-    return _beyond_rounding(spread, _max_by_group(scores.abs(), index))
+    sizes = scores.abs()
+    if magnitudes is not None:
+        sizes = torch.maximum(sizes.double(), magnitudes)
+    return _beyond_rounding(spread, _max_by_group(sizes, index))
 
 
 def groups_within(scores: Tensor, groups: Tensor, low: float, high: float) -> Tensor:

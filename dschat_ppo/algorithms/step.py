@@ -67,8 +67,8 @@ class AdvantageSettings:
     lam: float
     normalise_std: bool
     batch_std: bool
-    # weight of each reward source; None where the estimator does not compare the sources
-    source_weights: Sequence[float] | None
+    source_weights: Sequence[float]  # of each reward source in the score
+    compares_sources: bool  # the estimator compares the scores of each source, and not their sum
     whitens: bool
     importance_correction: Literal["none", "token", "sequence"]
     importance_mode: Literal["truncate", "mask"]
@@ -95,6 +95,21 @@ def scaled_and_clipped(scores: Tensor, settings: AdvantageSettings) -> Tensor:
     if settings.score_divisor is not None:
         scores = scores / settings.score_divisor
     return clip_scores(scores, settings.score_clip)
+
+
+def score_magnitudes(rows: ScoredRollout, settings: AdvantageSettings) -> Tensor:
+    """(N,) fp64, sizes of the numbers that the scores were added up from: `sum_k |w_k r_k|` over
+    the reward sources k, after scaling. 0.9 - 3 * 0.3 is 0, but in fp32 as far from 0 as the
+    rounding of 0.9. Of a score that is clipped, which has no rounding, the bound."""
+    weights = torch.tensor(settings.source_weights, dtype=torch.float64)  # (K,)
+    parts = weights.to(rows.scores.device) * rows.source_scores.double()  # (N, K)
+    magnitudes = parts.abs().nan_to_num().sum(dim=1)
+    if settings.score_divisor is not None:
+        magnitudes = magnitudes / settings.score_divisor
+    if settings.score_clip > 0:
+        sizes = scaled_and_clipped(rows.scores, settings).double().abs()  # (N,)
+        magnitudes = torch.where(sizes < settings.score_clip, magnitudes, sizes)
+    return magnitudes
 
 
 def penalised_scores(rows: ScoredRollout, settings: AdvantageSettings) -> Tensor:
@@ -137,7 +152,7 @@ def advantages_of(rows: RewardedRollout, settings: AdvantageSettings) -> tuple[T
         baselines = scaled_and_clipped(rows.baselines, settings)
     scores = rows.penalised_scores
     source_weights = None
-    if settings.source_weights is not None:
+    if settings.compares_sources:
         scores = rows.scores
         source_weights = torch.tensor(settings.source_weights, dtype=torch.float64)
         source_weights = source_weights.to(scores.device)
@@ -154,6 +169,7 @@ def advantages_of(rows: RewardedRollout, settings: AdvantageSettings) -> tuple[T
         scores=scores,
         source_scores=rows.source_scores,
         source_weights=source_weights,
+        magnitudes=score_magnitudes(rows, settings),
     )
     advantages, returns = settings.estimate(inputs)
     if settings.whitens:

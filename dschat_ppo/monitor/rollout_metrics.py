@@ -22,6 +22,7 @@ def experience_metrics(
     sources: Sequence[str],
     data_sources: Sequence[str] = (),
     clip: tuple[Tensor, Tensor] | None = None,
+    magnitudes: Tensor | None = None,
 ) -> dict[str, float]:
     """Metrics of the experience of all ranks.
 
@@ -33,6 +34,8 @@ def experience_metrics(
             rows. With more than one, scores, lengths and KL are also those of each data set that
             has rows.
         clip: scores (B,) before and after they are clipped; None: they are not.
+        magnitudes: (B,) fp64, sizes of the numbers that the scores were added up from; None: those
+            of the scores.
     """
     mask = rows.response_mask
     tokens = _real_tokens(mask)
@@ -62,7 +65,7 @@ def experience_metrics(
     scalars |= _token_metrics(rows, tokens)
     # some prompt has several responses
     if sources and len(torch.unique(rows.groups)) < len(rows.groups):
-        differ = groups_that_differ(final_scores, rows.groups)
+        differ = groups_that_differ(final_scores, rows.groups, magnitudes)
         scalars["reward/equal_groups_share"] = 1 - differ.float().mean().double()
     for name, members in _rows_by_data_set(rows, data_sources):
         if sources:

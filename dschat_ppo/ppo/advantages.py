@@ -21,6 +21,7 @@ from dschat_ppo.algorithms.step import (
     penalised_scores,
     rewards_of_tokens,
     scaled_and_clipped,
+    score_magnitudes,
     selected_tokens,
     token_weights,
 )
@@ -108,9 +109,6 @@ def advantage_settings(
         score_clip: scores are clipped to +- this; 0: they are not.
         source_weights: of the reward sources, in the order of `source_scores`.
     """
-    compared_weights = None
-    if flags.advantage_estimator == "gdpo":
-        compared_weights = list(source_weights)
     selection: Any = "none"
     if flags.selects_tokens:
         selection = flags.policy_loss
@@ -128,7 +126,8 @@ def advantage_settings(
         lam=flags.gae_lambda,
         normalise_std=flags.normalize_group_std,
         batch_std=flags.group_std == "batch",
-        source_weights=compared_weights,
+        source_weights=list(source_weights),
+        compares_sources=flags.advantage_estimator == "gdpo",
         whitens=flags.whitens,
         importance_correction=flags.importance_correction,
         importance_mode=flags.importance_mode,
@@ -256,6 +255,10 @@ class AdvantageComputation:
     def scaled_and_clipped(self, scores: Tensor) -> Tensor:
         """Scores after scaling and clipping, (N,) fp32."""
         return scaled_and_clipped(scores, self.settings)
+
+    def score_magnitudes(self, rows: ScoredRollout) -> Tensor:
+        """Sizes of the numbers that scores were added up from, after scaling, (N,) fp64."""
+        return score_magnitudes(rows, self.settings)
 
     def scaled(self, scores: Tensor) -> Tensor:
         """Scores after scaling, (N,) fp32."""

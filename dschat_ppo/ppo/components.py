@@ -266,6 +266,7 @@ class PPOComponents:
             self.collection.requests.mixture.names,
             self.data_sources,
             scores_around_clip,
+            computation.score_magnitudes(scored_rows),
         )
         metrics["rollout/count"] = rollout_count
         metrics["kl/coef"] = computation.used_kl_coef

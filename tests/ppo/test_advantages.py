@@ -24,7 +24,11 @@ from dschat_ppo.types import ScoredRollout
 
 def computation(**flags) -> Computation:
     return Computation(
-        AlgorithmFlags(**flags), LONGEST, seed=0, score_clip=flags.get("reward_clip", 5.0)
+        AlgorithmFlags(**flags),
+        LONGEST,
+        seed=0,
+        score_clip=flags.get("reward_clip", 5.0),
+        source_weights=[1.0, 0.0],
     )
 
 
@@ -128,6 +132,39 @@ def test_gdpo_weighs_the_sources_and_subtracts_penalties_as_they_are():
     mixed = np.array([-2 + 0.5, 2 - 0.5, 0.0, -0.5, 0.5]) * half  # of rows 0, 1, 3, 4, 5
     expected = mixed / mixed.std(ddof=1) + np.array([0.0, 0.0, 0.0, 0.25, -0.25])
     np.testing.assert_allclose(found[[0, 1, 3, 4, 5]].numpy(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "apart"),
+    [
+        ("grpo", 0.5**0.5),
+        ("dr_grpo", 0.5),
+        ("rloo", 1.0),
+        ("maxrl", 1.0),
+    ],
+)
+def test_sources_that_cancel_leave_equal_scores_equal(estimator, apart):
+    """0.9 - 3 * 0.3 = 0.3 - 3 * 0.1 = 0, which fp32 gives as two numbers of size 1e-8. Scores 1 and
+    0 of the other group differ."""
+    sources = torch.zeros(6, 2)
+    sources[:2] = torch.tensor([[0.9, 0.3], [0.3, 0.1]])
+    sources[4] = torch.tensor([4.0, 1.0])
+    weights = [1.0, -3.0]
+    scores = torch.stack([weights[0] * sources[:, 0], weights[1] * sources[:, 1]]).sum(dim=0)
+    assert scores[0] != scores[1]
+    flags = AlgorithmFlags(advantage_estimator=estimator, kl_coef=0.0)
+    made = Computation(flags, LONGEST, 0, 5.0, source_weights=weights)
+    advantages = made(scored(source_scores=sources, scores=scores), step=1).advantages[:, 0]
+    assert advantages[:2].tolist() == [0.0, 0.0]
+    np.testing.assert_allclose(advantages[4:].numpy(), [apart, -apart], atol=1e-5)
+
+
+def test_the_size_of_a_score_is_that_of_what_its_sources_add_and_of_a_clipped_one_the_bound():
+    """By hand: |1 * 2| + |-3 * 1|; |1 * 9| + |-3 * 1|, clipped to 5; a source without score."""
+    sources = torch.tensor([[2.0, 1.0], [9.0, 1.0], [0.5, float("nan")]])
+    rows = scored(source_scores=sources.repeat(2, 1), scores=torch.tensor([-1.0, 6.0, 0.5] * 2))
+    made = Computation(AlgorithmFlags(), LONGEST, 0, 5.0, source_weights=[1.0, -3.0])
+    assert made.score_magnitudes(rows).tolist() == [5.0, 5.0, 0.5] * 2
 
 
 def test_the_greedy_score_of_remax_carries_no_penalties():

@@ -37,6 +37,9 @@ class GroupPool:
     score_range: Sequence[float] = ()  # what the mean of its raw scores is between; empty: any
     # the scores of a source with a weight may differ instead; empty: of none
     source_weights: Sequence[float] = ()
+    # (rows) -> (N,) fp64, sizes of the numbers that their scores were added up from, after scaling;
+    # None: those of the scores
+    magnitudes_of: Callable[[ScoredRollout], Tensor] | None = None
     accepted: list[ScoredRollout] = field(default_factory=list)
     dropped: list[ScoredRollout] = field(default_factory=list)
     sampled_count: int = 0  # rows of this step's rounds
@@ -60,7 +63,10 @@ class GroupPool:
         scored = rows.has_score
         scores = rows.scores[scored]  # (n,)
         groups = rows.groups[scored]  # (n,)
-        differ = groups_that_differ(self.scale_and_clip(scores), groups)  # (n,) bool
+        magnitudes = None
+        if self.magnitudes_of is not None:
+            magnitudes = self.magnitudes_of(rows)[scored]  # (n,)
+        differ = groups_that_differ(self.scale_and_clip(scores), groups, magnitudes)  # (n,) bool
         for weight, column in zip(self.source_weights, rows.source_scores.T, strict=False):
             if weight != 0:
                 differ = differ | groups_that_differ(column[scored].nan_to_num(), groups)

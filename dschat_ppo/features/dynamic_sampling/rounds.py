@@ -36,6 +36,7 @@ def rounds_of(
         advantages.scaled_and_clipped,
         flags.dynamic_sampling_range,
         source_weights,
+        magnitudes_of=advantages.score_magnitudes,
     )
     return DynamicRounds(
         pool, flags.dynamic_sampling_rounds, plan.samples, most_prompts=plan.prompts_per_rank

@@ -55,6 +55,8 @@ def by_turn(
     mask = inputs.response_mask
     whole_scores = scores_before_penalty(inputs)  # (B,)
     magnitudes = whole_scores.abs() + zero_outside(turn_rewards, mask).double().abs().sum(dim=1)
+    if inputs.magnitudes is not None:
+        magnitudes = torch.maximum(magnitudes, inputs.magnitudes)
     starts = mask & ~pad(mask, (1, 0))[:, :-1]  # (B, R)
     turns = torch.where(mask, starts.cumsum(dim=1), 0)  # (B, R), from 1 on
     advantages = torch.zeros_like(inputs.rewards)

@@ -274,7 +274,8 @@ def _conditions(
             names[constant] = known_settings(kind)
     known_arguments = {
         "Rows": _Known(constants.columns),
-        "AdvantageInputs": _Known({**constants.settings["AdvantageSettings"], "magnitudes": None}),
+        # a step always gives the magnitudes: any value but None stands for them
+        "AdvantageInputs": _Known({**constants.settings["AdvantageSettings"], "magnitudes": True}),
         "LossAggregation": constants.settings["LossSettings"]["aggregation"],
     }
     for kind in SETTINGS:

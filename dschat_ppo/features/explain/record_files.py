@@ -103,8 +103,8 @@ class RecordedStep:
         samples: indices of the responses in `samples.jsonl`, in its order.
         flags: flag -> value, of the algorithm.
         sources: names of the reward sources.
-        constants: `kl_coef`; `score_divisor` of a running scale and `source_weights` of gdpo, or
-            None; `aggregation` of the losses of tokens; `updates`, for each its denominators and
+        constants: `kl_coef`; `score_divisor` of a running scale, or None; `source_weights`;
+            `aggregation` of the losses of tokens; `updates`, for each its denominators and
             the entropy coefficient; `whitening`, the tokens, mean and deviation of the advantages
             before they were whitened, or None.
     """

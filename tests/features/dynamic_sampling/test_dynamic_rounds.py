@@ -141,6 +141,17 @@ def test_sources_that_differ_keep_a_prompt_of_gdpo_whose_sums_are_equal():
     assert [part.groups.tolist() for part in (*pool.accepted, *pool.dropped)] == [[0, 0], [1, 1]]
 
 
+def test_a_prompt_whose_scores_differ_by_the_rounding_of_their_sources_is_dropped():
+    """0.9 - 3 * 0.3 and 0.3 - 3 * 0.1 are 0, and in fp32 two numbers of size 1e-8."""
+    scores = (torch.tensor([0.9, 0.3, 1.0, 0.0]) - 3 * torch.tensor([0.3, 0.1, 0.0, 0.0])).tolist()
+    assert scores[0] != scores[1]
+    pool = GroupPool(
+        4, clipped, magnitudes_of=lambda rows: torch.tensor([1.8, 0.6, 1.0, 0.0]).double()
+    )
+    pool.add(rows([0, 0, 1, 1], scores))
+    assert [part.groups.tolist() for part in (*pool.accepted, *pool.dropped)] == [[1, 1], [0, 0]]
+
+
 def test_the_weights_of_the_sources_and_the_range_reach_the_parts_and_the_run_trains(
     assets, tmp_path
 ):
