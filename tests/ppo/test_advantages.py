@@ -140,7 +140,6 @@ def test_gdpo_weighs_the_sources_and_subtracts_penalties_as_they_are():
         ("grpo", 0.5**0.5),
         ("dr_grpo", 0.5),
         ("rloo", 1.0),
-        ("maxrl", 1.0),
     ],
 )
 def test_sources_that_cancel_leave_equal_scores_equal(estimator, apart):
