@@ -300,7 +300,8 @@ class EpisodeTree:
         room_in_context = self._room_in_context(length)
         used = sum(context.length for context in self.contexts)
         if self.contexts:
-            used -= len(self.contexts[0].prompt_ids)
+            first = min(self.contexts, key=lambda context: context.order)
+            used -= len(first.prompt_ids)
         left = self.limits.response_length - used
         trained_calls = [call for call in self.calls if call.context.is_trained]
         running = sum(call.limit for call in trained_calls if call.runs)

@@ -31,6 +31,7 @@ from dschat_ppo.features.agents.front_link import Front
 from dschat_ppo.features.agents.parameters import check_columns, parameters_of, start_agents
 from dschat_ppo.features.agents.played import PlayedEpisode, rows_of_played
 from dschat_ppo.features.agents.record import EpisodeLimits
+from dschat_ppo.features.agents.recorded import EpisodeRecord, records_of
 from dschat_ppo.features.agents.turns import AgentTurns
 from dschat_ppo.features.environments.episode_processes import ENDED
 from dschat_ppo.features.environments.episode_texts import episode_texts
@@ -143,7 +144,8 @@ class AgentRollouts:
                 self.journal.write()
 
         began = time.monotonic()
-        turns = self._answer_calls(generate, task, rows, missing, keep)
+        records = records_of(self.journal, [questions[index] for index in missing])
+        turns = self._answer_calls(generate, task, rows, missing, keep, records)
         seconds = time.monotonic() - began
         for episode in turns.episodes:
             if not episode.is_over:  # the rollout was cancelled
@@ -168,8 +170,10 @@ class AgentRollouts:
         rows: Sequence[Row],
         missing: Sequence[int],
         keep: Callable[[int, PlayedEpisode], None],
+        records: Sequence[EpisodeRecord],
     ) -> AgentTurns:
-        """Play the episodes `missing` of a task, each of which `keep` gets. Collective."""
+        """Play the episodes `missing` of a task, each of which `keep` gets at its end; `records`:
+        what the journal has of them. Collective."""
         limits = self._limits(task)
         turns = AgentTurns(
             self.agents, self.front, self.tokenizer, limits, vars(task.config.sampling)
@@ -181,6 +185,7 @@ class AgentRollouts:
             [seeds[index] for index in missing],
             [int(agent_seeds[index]) for index in missing],
             keep,
+            records,
         )
         reserved = ReservedSequences(
             count=max(1, len(missing)) * turns.sequences_of_episode,

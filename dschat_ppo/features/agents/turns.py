@@ -37,6 +37,7 @@ from dschat_ppo.features.agents.played import PlayedContext, PlayedEpisode
 from dschat_ppo.features.agents.prompt_tokens import TemplateTokens
 from dschat_ppo.features.agents.record import (
     ChatPrompt,
+    Context,
     EpisodeLimits,
     EpisodeTree,
     LimitError,
@@ -44,6 +45,7 @@ from dschat_ppo.features.agents.record import (
     TextPrompt,
     TokenPrompt,
 )
+from dschat_ppo.features.agents.recorded import EpisodeRecord, RecordedReply
 from dschat_ppo.features.environments.episode_processes import Episodes
 from dschat_ppo.rewards.worker_pool import CallError
 from dschat_ppo.rollout.partners import ContinuedSequence, EndedCall, OpenedSequence
@@ -67,6 +69,7 @@ class AgentEpisode:
     index: int  # in its rollout
     tree: EpisodeTree
     key: str  # of its requests
+    record: EpisodeRecord  # of the journal
     result: AgentResult | None = None  # None while the agent runs, and if it failed
     problem: str = ""  # why the agent could not go on
     has_ended: bool = False  # the agent
@@ -154,6 +157,8 @@ class AgentTurns:
         self._continued = list[ContinuedSequence]()
         self._closed = list[int]()
         self._used = set[int]()  # sequences that were opened
+        # contexts that a sequence holds up to their last call
+        self._held = set[Context]()
 
     @property
     def sequences_of_episode(self) -> int:
@@ -166,15 +171,17 @@ class AgentTurns:
         seeds: Sequence[int],
         agent_seeds: Sequence[int],
         on_end: Callable[[int, PlayedEpisode], None] = lambda index, episode: None,
+        records: Sequence[EpisodeRecord] | None = None,
     ) -> None:
         """Start an agent for each row. `seeds`: of the tokens; `agent_seeds`: for the agents;
-        `on_end`: hears of each episode that is over."""
+        `on_end`: hears of each episode that is over; `records`: what the journal has of each."""
         self.on_end = on_end
+        records = records or [EpisodeRecord() for _ in rows]
         for index, (row, seed) in enumerate(zip(rows, seeds, strict=True)):
             tokens = TemplateTokens(self.tokenizer, row.get(VARIABLES))
             tree = EpisodeTree(tokens, self.limits, seed)
             key = self.front.admit(self.first + index)
-            episode = AgentEpisode(index, tree, key, since=time.monotonic())
+            episode = AgentEpisode(index, tree, key, records[index], since=time.monotonic())
             self.episodes.append(episode)
             columns = {name: value for name, value in row.items() if not name.startswith("_")}
             self.agents.begin(
@@ -297,17 +304,32 @@ class AgentTurns:
         return call
 
     def _run(self, episode: AgentEpisode, call: ModelCall) -> None:
-        """Give a call to the engine."""
+        """Let the journal answer a call, or give it to the engine. A context of which the engine
+        holds nothing begins there with all its tokens."""
         context = call.context
+        request = self._requests[call]
+        is_first = call is context.calls[0]
+        if is_first and context.is_trained:
+            episode.record.begin_context(call)
+        if context not in self._held:
+            reply = episode.record.reply(call, request.most_tokens, request.stop)
+            if reply is not None:
+                self._end_call(episode, call, reply)
+                return
         sequence = episode.index * self.sequences_of_episode + context.index
-        stop = self._requests[call].stop
         self._running[sequence] = call
-        if call is context.calls[0]:
-            self._opened.append(
-                OpenedSequence(sequence, call.prompt_ids, context.seed, call.limit, stop)
+        if context in self._held:
+            self._continued.append(
+                ContinuedSequence(sequence, call.new_ids, call.limit, request.stop)
             )
         else:
-            self._continued.append(ContinuedSequence(sequence, call.new_ids, call.limit, stop))
+            self._held.add(context)
+            drawn = sum(len(earlier.reply_ids) for earlier in context.calls[:-1])
+            self._opened.append(
+                OpenedSequence(
+                    sequence, call.prompt_ids, context.seed, call.limit, request.stop, drawn
+                )
+            )
 
     def _note_replaced(self, episode: AgentEpisode, request: CallRequest) -> None:
         episode.counts["replaced_settings"] += len(request.replaced)
@@ -338,9 +360,16 @@ class AgentTurns:
     # What the engine says
 
     def end_call(self, ended: EndedCall) -> None:
-        """The model has ended a call: its reply goes to the program."""
+        """The model has ended a call: its reply goes to the journal and to the program."""
         call = self._running.pop(ended.sequence)
         episode = self.episodes[ended.sequence // self.sequences_of_episode]
+        request = self._requests[call]
+        reply = RecordedReply(ended.ids, ended.logprobs, int(ended.reason))
+        episode.record.add(call, request.most_tokens, request.stop, reply)
+        self._end_call(episode, call, reply)
+
+    def _end_call(self, episode: AgentEpisode, call: ModelCall, ended: RecordedReply) -> None:
+        """A call has its reply."""
         request = self._requests[call]
         read = self._read(call, request, ended.ids)
         episode.counts["malformed_calls"] += bool(read.malformed)
@@ -360,7 +389,7 @@ class AgentTurns:
             finish_reason = "tool_calls"
         call.message = message
         call.finish_reason = finish_reason
-        call.stop_reason = int(ended.reason)
+        call.stop_reason = ended.reason
         episode.tree.end(call, ended.ids, ended.logprobs, known)
         for request_number, asked in list(self._asked.items()):
             if asked.call is call:

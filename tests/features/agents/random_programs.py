@@ -38,7 +38,7 @@ def talkative(name):
 
 
 class RandomProgram:
-    """A program: up to three calls at a time."""
+    """A program. What it does depends on its replies alone if it makes one call at a time."""
 
     def __init__(self, seed, tools):
         self.chance = random.Random(seed)
@@ -95,9 +95,9 @@ class RandomFront:
     admitted = 0
     base_url = ""
 
-    def __init__(self, agents, chance):
+    def __init__(self, agents, most):
         self.agents = agents
-        self.chance = chance
+        self.most = most  # calls of a program at a time
         self.events = deque()
         self.count = 0
         self.owners = {}  # number of a request -> index of its program
@@ -119,7 +119,7 @@ class RandomFront:
     def poll(self, seconds=0.0):
         for index in sorted(self.agents.running):
             program = self.agents.programs[index]
-            while program.left and len(program.asked) < 3:
+            while program.left and len(program.asked) < self.most:
                 if program.asked and program.chance.random() < 0.6:
                     break
                 program.left -= 1

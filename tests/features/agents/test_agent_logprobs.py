@@ -1,20 +1,23 @@
 """Random agents and the real engine: what the model saw and drew is what the rows train on."""
 
-import random
+import json
 from collections import Counter
 
 import pytest
 import torch
 from random_programs import RandomFront, RandomPrograms, talkative
 
+from dschat_ppo.checkpoint.journal import Journal
+from dschat_ppo.features.agents import turns as turns_module
 from dschat_ppo.features.agents.played import rows_of_played
 from dschat_ppo.features.agents.record import EpisodeLimits
+from dschat_ppo.features.agents.recorded import records_of
 from dschat_ppo.features.agents.turns import AgentTurns
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.wrapped_models import PolicyModel, response_logprobs
 from dschat_ppo.rollout.generation_request import GenerationConfig
 from dschat_ppo.rollout.generator import generate_calls
-from dschat_ppo.rollout.partners import ReservedSequences
+from dschat_ppo.rollout.partners import OpenedSequence, ReservedSequences
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.types import PromptBatch
 
@@ -26,14 +29,15 @@ TEMPERATURE = 1.3
 CASES = [("tools", "continuous"), ("drops thoughts", "continuous"), ("drops thoughts", "padded")]
 
 
-def played(name, engine):
-    """(model, turns, front, rows) of random agents that the engine has answered."""
+def played(name, engine, most=3, records=None):
+    """(model, turns, front, rows) of random agents that the engine has answered, up to `most` calls
+    of each at a time."""
     tokenizer, tools, model = talkative(name)
     agents = RandomPrograms(name, tools)
-    front = RandomFront(agents, random.Random(name))
+    front = RandomFront(agents, most)
     turns = AgentTurns(agents, front, tokenizer, LIMITS, {"temperature": TEMPERATURE})
     seeds = list(range(EPISODES))
-    turns.start([{}] * EPISODES, seeds, seeds)
+    turns.start([{}] * EPISODES, seeds, seeds, records=records)
     ends = (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
     config = GenerationConfig(
         SamplingParameters(TEMPERATURE),
@@ -109,3 +113,42 @@ def test_logprobs_are_those_of_plain_passes_and_each_token_is_chosen_once(name, 
         assert sum(program.parallel for program in programs) > 2
     else:
         assert any(tree.rerendered for tree in trees)
+
+
+@pytest.mark.parametrize("engine", ["continuous", "padded"])
+@torch.no_grad()
+def test_after_a_kill_recorded_replies_are_not_drawn_again(engine, tmp_path, monkeypatch):
+    """The journal has the first two thirds of all lines: contexts of every kind go on from recorded
+    replies, and draw what they would have drawn."""
+    questions = [f"episode {index}" for index in range(EPISODES)]
+
+    def from_journal():
+        journal = Journal(tmp_path, "answers", "agents")
+        journal.begin(3)
+        journal.raise_problem()
+        return played("tools", engine, 1, records_of(journal, questions))
+
+    _, turns, front, rows = from_journal()
+    [file] = tmp_path.rglob("step_000003*")
+    lines = file.read_text().splitlines(keepends=True)
+    kept = lines[: 2 * len(lines) // 3]
+    file.write_text("".join(kept))
+    begun = []
+
+    def note(*fields):
+        begun.append(OpenedSequence(*fields))
+        return begun[-1]
+
+    monkeypatch.setattr(turns_module, "OpenedSequence", note)
+    _, _, _, rows_again = from_journal()
+    for name in ("prompt_ids", "response_ids", "response_mask", "contexts", "finish_reason"):
+        assert torch.equal(getattr(rows, name), getattr(rows_again, name)), name
+    torch.testing.assert_close(rows.rollout_logprobs, rows_again.rollout_logprobs)
+    added = file.read_text().splitlines(keepends=True)[len(kept) :]
+    names = [
+        [next(iter(json.loads(line))) for line in part] for part in (lines[len(kept) :], added)
+    ]
+    assert sorted(names[0]) == sorted(names[1]) and len(set(names[0])) == len(names[0]) > 20
+    replies = sum("/reply/" in line for line in lines)
+    assert replies == sum(len(episode.tree.calls) for episode in turns.episodes)
+    assert any(opened.drawn > 0 for opened in begun), "contexts go on after recorded replies"

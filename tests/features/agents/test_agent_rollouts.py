@@ -170,15 +170,18 @@ def test_finished_agents_do_not_play_again(rollouts_of, tmp_path):
     (output / "checkpoints").mkdir(parents=True)
     _, _, sample = rollouts_of(output)
     first = sample(task_of(WORDS))
-    # the run is killed before all have ended: the journal has three of the five
+    # the run is killed before all have ended: the journal has all replies, and three of five ends
     [journal] = output.rglob("step_000003_rank_0.jsonl")
     lines = journal.read_text().splitlines(keepends=True)
-    assert len(lines) == len(WORDS)
-    journal.write_text("".join(lines[:3]) + lines[3][:20])
+    ends = [line for line in lines if "/reply/" not in line and "/context/" not in line]
+    assert len(ends) == len(WORDS)
+    others = [line for line in lines if line not in ends]
+    assert sum("/reply/" in line for line in others) == 3 + 0 + 1 + 1 + 3
+    journal.write_text("".join(others + ends[:3]) + ends[3][:20])
     (tmp_path / "played").write_text("")
     _, generation, sample = rollouts_of(output)
     again = sample(task_of(WORDS))
-    assert len(played(tmp_path)) == 2
+    assert len(played(tmp_path)) == 2 and generation.engine.calls == 0
     for name in ("prompt_ids", "response_ids", "response_mask", "rollout_logprobs", "contexts"):
         assert torch.equal(getattr(first, name), getattr(again, name)), name
     for name in ("turn_rewards", "failed"):
