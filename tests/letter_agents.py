@@ -1,17 +1,39 @@
 """Agents about letters: a function that calls the model by plain HTTP, and the flags of a run with
-it."""
+it. It can kill its rank."""
 
 import json
 
 AGENT = '''
-import json, pathlib, time, urllib.request
+import json, os, pathlib, signal, threading, time, urllib.request
+import psutil
 FOLDER = pathlib.Path(__file__).parent
+
+def note(name):
+    with (FOLDER / name).open("a") as file:
+        file.write(name + "\\n")
+
+def must_kill():
+    """Whether this call is the one that the file `most` names."""
+    try:
+        most = int((FOLDER / "most").read_text())
+    except FileNotFoundError:
+        return False
+    if len((FOLDER / "asked").read_text().split()) < most:
+        return False
+    (FOLDER / "most").unlink(missing_ok=True)
+    return True
 
 def ask(base_url, api_key, messages, model="policy"):
     body = json.dumps({"model": model, "messages": messages, "max_tokens": 8}).encode()
     request = urllib.request.Request(
         base_url + "/chat/completions", body, {"Authorization": "Bearer " + api_key}
     )
+    note("asked")
+    if must_kill():
+        threading.Thread(target=urllib.request.urlopen, args=(request,), daemon=True).start()
+        time.sleep(0.1)
+        # this process is a fork of the server of the rank
+        os.kill(psutil.Process(os.getppid()).parent().pid, signal.SIGKILL)
     with urllib.request.urlopen(request) as response:
         return json.load(response)["choices"][0]["message"]
 
@@ -27,20 +49,20 @@ def play(base_url, api_key, row, number):
         ask(base_url, api_key, messages, "policy-untrained")
         said = ask(base_url, api_key, [{"role": "user", "content": "Sum up."}])
         rewards.append(said["content"].count("e") / 4)
-    with (FOLDER / "ends").open("a") as file:
-        file.write("end\\n")
+    note("ends")
     return {"call_rewards": rewards, "asked": len(rewards)}
 '''
 FLAGS = (
     "--use_reward_model False --advantage_estimator grpo --n_samples_per_prompt 2"
-    " --max_answer_seq_len 200 --kl_coef 0.1 --max_steps 2 --actor_learning_rate 0.0001"
+    " --max_answer_seq_len 200 --kl_coef 0.1 --max_steps 3 --actor_learning_rate 0.0001"
     " --num_warmup_steps 0 --dtype fp32 --seed 3 --per_device_training_batch_size 2"
     " --max_prompt_seq_len 48 --chat_template chatml"
 ).split()
 
 
 def words_for(assets, folder, output, *more):
-    """The command line of step 3; makes the agent and the rows in `folder`."""
+    """The command line of step 3; makes the agent and the rows in `folder`. With a number in the
+    file `most` there, the rank is killed while it answers that call."""
     (folder / "letters.py").write_text(AGENT)
     rows = [json.loads(line) for line in (assets / "prompts.jsonl").read_text().splitlines()]
     (folder / "rows.jsonl").write_text(

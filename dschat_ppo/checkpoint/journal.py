@@ -1,5 +1,5 @@
-"""What environments and services answered, on the disk: a PPO step that runs again after a crash
-asks for none of it again."""
+"""What environments, services and agents answered, and the model's replies to agents, on the disk:
+a PPO step that runs again after a crash asks for none of it again."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.agents.flags import AgentFlags
-from dschat_ppo.features.agents.parameters import check_columns, parameters_of
+from dschat_ppo.features.agents.parameters import agent_parameters, check_parameters
 
 
 def check_trained_model(config: StepConfig, model_config: PretrainedConfig, model: str) -> None:
@@ -27,4 +27,4 @@ def check_rows(features: HasFeatures, rows: Sequence[str]) -> None:
     """Check that the data rows, which are JSON, have the columns that the agent takes."""
     flags = features.of(AgentFlags)
     if flags.is_used:
-        check_columns(flags, parameters_of(flags), rows)
+        check_parameters(flags, agent_parameters(flags), rows)

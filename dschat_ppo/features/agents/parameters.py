@@ -27,7 +27,7 @@ def start_agents(flags: AgentFlags, seconds: float, workers: int) -> Episodes[Ag
 
 
 @cache
-def parameters_of(flags: AgentFlags) -> tuple[str, ...]:
+def agent_parameters(flags: AgentFlags) -> tuple[str, ...]:
     """The parameters without a default of the agent's function, which a process imports once; none
     of a program. `UserError` if the agent cannot be used."""
     agents = start_agents(flags, seconds=1.0, workers=1)
@@ -35,7 +35,7 @@ def parameters_of(flags: AgentFlags) -> tuple[str, ...]:
     return tuple(map(str, agents.tools))
 
 
-def check_columns(flags: AgentFlags, parameters: Sequence[str], rows: Sequence[str]) -> None:
+def check_parameters(flags: AgentFlags, parameters: Sequence[str], rows: Sequence[str]) -> None:
     """`UserError` if a parameter is neither ours nor a column of one of the data rows, which are
     JSON."""
     missing = [name for name in parameters if name not in OURS]

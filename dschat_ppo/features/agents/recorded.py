@@ -23,7 +23,7 @@ class RecordedReply:
     reason: int
 
 
-class EpisodeRecord:
+class RecordedEpisode:
     """The entries of one episode in the journal, whose names begin with `question`; without a
     journal there are none. `next_order`: above the places in the row of all contexts that an
     earlier start began."""
@@ -78,13 +78,13 @@ class EpisodeRecord:
         return f"{self.question}/reply/{call.digest}:{call.repeat}:{settings}"
 
 
-def records_of(journal: Journal | None, questions: Sequence[str]) -> list[EpisodeRecord]:
+def records_of(journal: Journal | None, questions: Sequence[str]) -> list[RecordedEpisode]:
     """The entries of episodes, each by its question."""
     if journal is None:
-        return [EpisodeRecord() for _ in questions]
+        return [RecordedEpisode() for _ in questions]
     orders = dict[str, int]()
     for name, entry in journal.known.items():
         question, separator, _ = name.partition(_CONTEXT)
         if separator:
             orders[question] = max(orders.get(question, 0), entry["order"] + 1)
-    return [EpisodeRecord(journal, question, orders.get(question, 0)) for question in questions]
+    return [RecordedEpisode(journal, question, orders.get(question, 0)) for question in questions]

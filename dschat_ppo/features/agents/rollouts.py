@@ -28,10 +28,10 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.features.agents.checkpoint_folders import JOURNAL
 from dschat_ppo.features.agents.flags import AgentFlags, agent_files
 from dschat_ppo.features.agents.front_link import Front
-from dschat_ppo.features.agents.parameters import check_columns, parameters_of, start_agents
+from dschat_ppo.features.agents.parameters import agent_parameters, check_parameters, start_agents
 from dschat_ppo.features.agents.played import PlayedEpisode, rows_of_played
 from dschat_ppo.features.agents.record import EpisodeLimits
-from dschat_ppo.features.agents.recorded import EpisodeRecord, records_of
+from dschat_ppo.features.agents.recorded import RecordedEpisode, records_of
 from dschat_ppo.features.agents.turns import AgentTurns
 from dschat_ppo.features.environments.episode_processes import ENDED
 from dschat_ppo.features.environments.episode_texts import episode_texts
@@ -62,7 +62,7 @@ def tools_of(
     """No tools: agents describe their own. `UserError` if the agent of the flags cannot be used."""
     flags = features.of(AgentFlags)
     if flags.is_used:
-        parameters_of(flags)
+        agent_parameters(flags)
     return ()
 
 
@@ -130,7 +130,7 @@ class AgentRollouts:
         rows: list[Row] = []
         for text in token_rows["row"]:
             rows += [json.loads(text)] * task.config.samples
-        check_columns(self.flags, parameters_of(self.flags), token_rows["row"])
+        check_parameters(self.flags, agent_parameters(self.flags), token_rows["row"])
         questions = self._questions(task, rows)
         known = self._known(task, questions)
         missing = [index for index, episode in enumerate(known) if episode is None]
@@ -170,7 +170,7 @@ class AgentRollouts:
         rows: Sequence[Row],
         missing: Sequence[int],
         keep: Callable[[int, PlayedEpisode], None],
-        records: Sequence[EpisodeRecord],
+        records: Sequence[RecordedEpisode],
     ) -> AgentTurns:
         """Play the episodes `missing` of a task, each of which `keep` gets at its end; `records`:
         what the journal has of them. Collective."""

@@ -45,7 +45,7 @@ from dschat_ppo.features.agents.record import (
     TextPrompt,
     TokenPrompt,
 )
-from dschat_ppo.features.agents.recorded import EpisodeRecord, RecordedReply
+from dschat_ppo.features.agents.recorded import RecordedEpisode, RecordedReply
 from dschat_ppo.features.environments.episode_processes import Episodes
 from dschat_ppo.rewards.worker_pool import CallError
 from dschat_ppo.rollout.partners import ContinuedSequence, EndedCall, OpenedSequence
@@ -69,7 +69,7 @@ class AgentEpisode:
     index: int  # in its rollout
     tree: EpisodeTree
     key: str  # of its requests
-    record: EpisodeRecord  # of the journal
+    record: RecordedEpisode  # of the journal
     result: AgentResult | None = None  # None while the agent runs, and if it failed
     problem: str = ""  # why the agent could not go on
     has_ended: bool = False  # the agent
@@ -171,12 +171,12 @@ class AgentTurns:
         seeds: Sequence[int],
         agent_seeds: Sequence[int],
         on_end: Callable[[int, PlayedEpisode], None] = lambda index, episode: None,
-        records: Sequence[EpisodeRecord] | None = None,
+        records: Sequence[RecordedEpisode] | None = None,
     ) -> None:
         """Start an agent for each row. `seeds`: of the tokens; `agent_seeds`: for the agents;
         `on_end`: hears of each episode that is over; `records`: what the journal has of each."""
         self.on_end = on_end
-        records = records or [EpisodeRecord() for _ in rows]
+        records = records or [RecordedEpisode() for _ in rows]
         for index, (row, seed) in enumerate(zip(rows, seeds, strict=True)):
             tokens = TemplateTokens(self.tokenizer, row.get(VARIABLES))
             tree = EpisodeTree(tokens, self.limits, seed)
