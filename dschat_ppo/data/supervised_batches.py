@@ -147,6 +147,10 @@ class LabelledBatch:
     ref_logprobs: Tensor | None = None
     # (B,) fp64, the KL estimate of the optimizer step, equal in all rows
     baseline: Tensor | None = None
+    # `GivenEmbeddings` of `models` for both kinds of rows, on the device; None: the model embeds
+    # all ids
+    given: Any = None
+    other_given: Any = None
 
 
 def collate_pairs(
@@ -184,7 +188,11 @@ def _leave_out_untrained(
 
 
 def collate_labelled(
-    rows: Dataset, indices: Sequence[int], pad_id: int, max_seq_len: int
+    rows: Dataset,
+    indices: Sequence[int],
+    pad_id: int,
+    max_seq_len: int,
+    given_for: GivenFor | None = None,
 ) -> LabelledBatch:
     """Each answer after its prompt, and after the prompt the answer of the row in the column
     `other_row`, which is cut at its end where the mismatched row would exceed `max_seq_len`
@@ -201,6 +209,11 @@ def collate_labelled(
     for row, (record, lender) in enumerate(zip(records, lenders, strict=True)):
         _leave_out_untrained(mask[row], record, record)
         _leave_out_untrained(other_mask[row], record, lender)
+    given_embeddings = None
+    other_given = None
+    if given_for is not None:
+        given_embeddings = given_for(records, ids)
+        other_given = given_for(records, other_ids)
     return LabelledBatch(
         ids,
         mask,
@@ -211,4 +224,6 @@ def collate_labelled(
         lengths=lengths,
         data_sources=column(records, "source"),
         ref_logprobs=column(records, REF_LOGPROBS, torch.float64),
+        given=given_embeddings,
+        other_given=other_given,
     )

@@ -10,7 +10,14 @@ from typing import Any
 
 from dschat_ppo.config.data_flags import Use
 from dschat_ppo.data.advice import Advice, Choice, choices_in_words
-from dschat_ppo.data.content import NO_COPIES, all_in, is_content, is_of_rewards, lines_of
+from dschat_ppo.data.content import (
+    NO_COPIES,
+    PICTURES,
+    all_in,
+    is_content,
+    is_of_rewards,
+    lines_of,
+)
 from dschat_ppo.data.examples import Row, field_at, has_value
 from dschat_ppo.data.messages import from_json
 from dschat_ppo.data.verdicts import TURNING, TWO_ANSWERS, lead_by_names, side_named
@@ -97,6 +104,8 @@ class WatchedColumns:
         further_columns = [repr(name) for name in lost if name != column]
         further = f" (nor {', '.join(further_columns)})" if further_columns else ""
         what = f"holds content, {str(value)[:60]!r}, that the form {self.form_name} does not use"
+        if column in PICTURES:
+            what += ", because the model does not see it"
         if self._lead_said(column, value) == -1:
             what = f"is {value!r}, by which '{self.by_role['rejected']}' is the better answer"
         raise UnreadError(

@@ -4,7 +4,7 @@ made here."""
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.features import hooks
+from dschat_ppo.models.lm_kinds import CAUSAL, LMKind, kind_of_lm
 from dschat_ppo.models.model_folders import SCORE
 
 LM_HEADS = ("lm_head.", "embed_out.")  # of language models; classifiers do not have them
@@ -157,12 +158,15 @@ _HAS_SCORE: dict[tuple[Any, str], bool] = {}
 _HEAD_NAMES: dict[tuple[Any, str], Set[str]] = {}
 
 
-def check_classifier_config(config: PretrainedConfig, folder: str) -> None:
+def check_classifier_config(
+    config: PretrainedConfig, folder: str, kinds: Sequence[LMKind] = ()
+) -> None:
     """Check from the configuration alone that a model can be a reward model or a critic. The scalar
     head reads the state of every token, so the model must be causal. A classifier must have one
     label and a head named `score`. Other models get a new head, or must have the layout of
-    DeepSpeed-Chat."""
-    check_architecture(config, folder, needs_lm=False)
+    DeepSpeed-Chat. `kinds`: of language models that the run takes, beside causal ones."""
+    if kind_of_lm(config, kinds) is CAUSAL:
+        check_architecture(config, folder, needs_lm=False)
     names = [str(name) for name in config.architectures or []]
     if not any(name.endswith("ForSequenceClassification") for name in names):
         return
@@ -182,15 +186,19 @@ def check_classifier_config(config: PretrainedConfig, folder: str) -> None:
         )
 
 
-def classifier_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+def classifier_class(
+    config: PretrainedConfig, kinds: Sequence[LMKind] = ()
+) -> type[PreTrainedModel]:
     """The class with one scalar head, named `score`, over the states of a causal model: that of
     transformers, which then loads the saved model, or else `<Architecture>WithScalarHead`, which
     only this project loads: the base class and backbone of the language model, and a linear head
-    without bias. Building may raise almost any exception."""
+    without bias. It is whole, also for one of the `kinds` of language models with parts beside
+    their decoder. Building may raise almost any exception."""
     classifier = _transformers_classifier(config)
     if classifier is not None and _has_score(classifier, config):
         return classifier
-    lm = lm_without_weights(config)
+    with torch.device("meta"):
+        lm = kind_of_lm(config, kinds).auto_class.from_config(config)
     lm_class = type(lm)
     backbone_name = _backbone_name(lm)
     bases = [c for c in lm_class.__mro__ if issubclass(c, PreTrainedModel)]
@@ -204,7 +212,9 @@ def classifier_class(config: PretrainedConfig) -> type[PreTrainedModel]:
         self.score = nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
         self.post_init()
 
-    stem = lm_class.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    stem = lm_class.__name__
+    for suffix in ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"):
+        stem = stem.removesuffix(suffix)
     members = {
         "__init__": init,
         "base_model_prefix": backbone_name,
@@ -213,6 +223,15 @@ def classifier_class(config: PretrainedConfig) -> type[PreTrainedModel]:
         "__module__": lm_class.__module__,
     }
     return type(f"{stem}WithScalarHead", (base,), members)
+
+
+def build_classifier(config: PretrainedConfig, kinds: Sequence[LMKind] = ()) -> Any:
+    """The decoder and a scalar head, without the weights of a folder; the arguments are those of
+    `classifier_class`."""
+    scalar_class: Any = classifier_class(config, kinds)
+    classifier = scalar_class(config_for(scalar_class, config))
+    kind_of_lm(config, kinds).take_apart(classifier)
+    return classifier
 
 
 def config_for(kind: Any, config: PretrainedConfig) -> PretrainedConfig:

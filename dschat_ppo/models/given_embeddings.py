@@ -17,6 +17,11 @@ class GivenEmbeddings(Protocol):
         """The same on another device."""
         ...
 
+    def of_rows(self, rows: Tensor, width: int) -> GivenEmbeddings:
+        """That of the rows with the indices `rows` (b,), in this order, and of their first `width`
+        columns."""
+        ...
+
     def keys(self, input_ids: Tensor) -> Tensor:
         """(B, T) int64 in place of the ids, equal where the model gets the same for a token: two
         images of one size have the same ids."""
@@ -33,6 +38,9 @@ class GivenEmbeddings(Protocol):
 
 class GivenSource(Protocol):
     """Where what is given comes from."""
+
+    # columns of token rows that, beside the ids, say what is given
+    columns: tuple[str, ...]
 
     def for_rows(
         self, records: Sequence[dict[str, Any]], input_ids: Tensor

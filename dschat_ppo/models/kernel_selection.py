@@ -24,8 +24,7 @@ from dschat_ppo.models.activation_memory import last_mlp
 from dschat_ppo.models.architectures import (
     DROPOUTS,
     backbone_of,
-    classifier_class,
-    config_for,
+    build_classifier,
 )
 from dschat_ppo.models.backbone import hidden_window, of_any_rank, unfit, unwrap
 from dschat_ppo.models.lm_kinds import LMKind, built_without_weights
@@ -69,8 +68,7 @@ def check_attention(
         model_config = load_config(folder, flag)
         with torch.device("meta"):
             if scalar:
-                model_class: Any = classifier_class(model_config)
-                backbone = model_class(config_for(model_class, model_config)).base_model
+                backbone = build_classifier(model_config, kinds).base_model
             else:
                 backbone = backbone_of(built_without_weights(model_config, kinds))
     name = type(backbone).__name__
@@ -338,9 +336,9 @@ def _outputs(engine: Model, ids: Tensor, first_column: int = 0) -> Tensor:
     slots = torch.arange(PROBE_TOKENS, device=ids.device)
     is_read = (slots < lengths.unsqueeze(1)) & (slots >= first_column)
     module: Any = unwrap(engine)
+    given_embeddings = None
+    if module.given_source is not None:
+        ids, given_embeddings = module.given_source.for_probe(ids)
     if isinstance(module, ScalarModel):
-        return engine(ids, lengths, read_mask=is_read)
-    if module.given_source is None:
-        return torch.stack(engine(ids, is_read))
-    ids, given_embeddings = module.given_source.for_probe(ids)
+        return engine(ids, lengths, read_mask=is_read, given=given_embeddings)
     return torch.stack(engine(ids, is_read, given=given_embeddings))

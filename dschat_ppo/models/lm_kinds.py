@@ -18,7 +18,7 @@ class LMKind:
     Attributes:
         matches: Whether a model of a configuration is of this kind.
         auto_class: The auto class of transformers that builds it.
-        take_apart: Leaves nothing in a model but its decoder and head.
+        take_apart: Leaves nothing in a model but its decoder and head, which may be a scalar one.
     """
 
     matches: Callable[[PretrainedConfig], bool]

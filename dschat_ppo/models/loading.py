@@ -34,6 +34,7 @@ from dschat_ppo.models.adapters.settings import AdapterSettings, adapter_setting
 from dschat_ppo.models.architectures import (
     DROPOUTS,
     SKIPPED_LAYERS,
+    build_classifier,
     check_architecture,
     check_classifier_config,
     classifier_class,
@@ -228,9 +229,10 @@ def check_sequence_classifier(
     try to add the adapter of the `changes`. Returns whether it has no head, which `new_head`
     (training a reward model) allows: it will be new."""
     config = load_config(folder, "model")
-    check_classifier_config(config, folder)
+    check_classifier_config(config, folder, changes.kinds)
+    build = partial(build_classifier, config, changes.kinds)
     with reading(f"{folder}: no reward model can be built from its config.json"):
-        kind = classifier_class(config)
+        kind = classifier_class(config, changes.kinds)
         config = config_for(kind, config)
         unused = lm_head_names(config)
     base = base_folder(folder, "model")
@@ -243,7 +245,7 @@ def check_sequence_classifier(
             f"{folder}: has no trained scalar head ({SCORE_WEIGHT}), so it is a language model and"
             " not a reward model; give a reward model, which step 2 trains"
         )
-    check_adapter(partial(kind, config), folder, changes.adapter)
+    check_adapter(build, folder, changes.adapter)
     return is_new
 
 
@@ -260,16 +262,18 @@ def load_sequence_classifier(
     DeepSpeed-Chat's layout. A base or causal model without a head gets a new one if `new_head`,
     random as transformers makes it or, with `zero_head`, zero. The head trains with an adapter. The
     other arguments are those of `load_causal_lm`."""
-    is_new = check_sequence_classifier(folder, new_head)
+    is_new = check_sequence_classifier(folder, new_head, ModelChanges(kinds=changes.kinds))
     if is_new:
         logger().info(
             f"model: {folder} has no scalar head; a new one is initialised and will be trained"
         )
     config = _with_dropout(load_config(folder, "model"), changes.dropout)
-    kind = classifier_class(config)
+    build = partial(build_classifier, config, changes.kinds)
+    finish = kind_of_lm(config, changes.kinds).take_apart
+    kind = classifier_class(config, changes.kinds)
     config = config_for(kind, config)
     mapping = _deepspeed_chat_mapping(base_folder(folder, "model"), kind) or None
-    source = _Source(folder, config, kind, partial(kind, config), mapping)
+    source = _Source(folder, config, kind, build, mapping, finish)
     model = _load(source, dtype, ds_config, changes, device)
     if is_new and zero_head:
         head = model.get_parameter(SCORE_WEIGHT)

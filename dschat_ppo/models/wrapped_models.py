@@ -59,6 +59,8 @@ class WrappedModel(nn.Module):
     """A transformers model, its only child, and the layout of the rows that it runs."""
 
     layout: Layout
+    # of what stands in place of the embeddings of some ids in rows of data; None: of none
+    given_source: GivenSource | None = None
 
     @property
     def pretrained(self) -> Any:
@@ -91,8 +93,6 @@ class PolicyModel(WrappedModel):
     def __init__(self, lm: PreTrainedModel, layout: Layout = Layout()):  # noqa: B008  it is immutable
         super().__init__()
         self.lm: Any = lm
-        # of what stands in place of the embeddings of some ids in rows of data; None: of none
-        self.given_source: GivenSource | None = None
         use_fast_layers(lm)
         is_linear = type(lm.get_output_embeddings()).forward is nn.Linear.forward
         self.layout = replace(layout, fused=layout.fused and is_linear)
@@ -327,6 +327,7 @@ class ScalarModel(WrappedModel):
         lengths: Tensor,
         last_only: bool = False,
         read_mask: Tensor | PassRows | None = None,
+        given: GivenEmbeddings | None = None,
     ) -> Tensor:
         """A value for each token, as the causal model sees the row up to it.
 
@@ -336,6 +337,7 @@ class ScalarModel(WrappedModel):
             last_only: compute the values of the last tokens alone.
             read_mask: (B, T) bool, True on the N real tokens whose values are computed; None: all.
                 Or these rows as they are laid out already, if the model runs its rows itself.
+            given: what takes the place of the embeddings of some ids; with `PassRows` it is theirs.
 
         Returns:
             (B, T) fp32, meaningless after a row's end; (B,) with `last_only`; (N,) with
@@ -354,7 +356,7 @@ class ScalarModel(WrappedModel):
                 if self.layout.runner is not None:
                     values = self.layout.runner.token_values(self, input_ids, lengths)
                     return values.flatten()[slots]
-                rows = PassRows.of(input_ids, lengths, slots, self.layout)
+                rows = PassRows.of(input_ids, lengths, slots, self.layout, given)
             states, offsets = token_states(self.backbone, self.layout, rows)
             if offsets.dim() == 1:
                 return self.head_values(states[offsets])

@@ -25,8 +25,7 @@ from dschat_ppo.models.adapters.layers import adapter_layers, add_adapter
 from dschat_ppo.models.architectures import (
     MASK_IS_READ,
     backbone_of,
-    classifier_class,
-    config_for,
+    build_classifier,
     first_position,
 )
 from dschat_ppo.models.backbone import attention_is_replaceable, position_arguments
@@ -132,8 +131,7 @@ def _count_sizes(
     almost any exception."""
     with torch.device("meta"):
         if scalar:
-            kind: Any = classifier_class(config)
-            model: Any = kind(config_for(kind, config)).to(DTYPES[dtype])
+            model: Any = build_classifier(config, changes.kinds).to(DTYPES[dtype])
         else:
             # a copy, in which transformers notes the format
             lm_kind = kind_of_lm(config, changes.kinds)

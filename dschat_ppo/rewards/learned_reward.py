@@ -20,6 +20,7 @@ from dschat_ppo.data.encode import encode_example
 from dschat_ppo.data.examples import MESSAGES, TOOLS, VARIABLES, Example
 from dschat_ppo.errors import UserError
 from dschat_ppo.features import hooks
+from dschat_ppo.models.given_embeddings import GivenEmbeddings, compared_keys
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.micro_batches import common_beginnings, even_passes, share_prompts
 from dschat_ppo.models.tokenizers import filler_id
@@ -187,11 +188,13 @@ def scores_in_batches(
     batch_tokens: int,
     scoring: TokenScoring | None = None,
     responses: Sequence[list[int]] = (),
+    given: GivenEmbeddings | None = None,
 ) -> Tensor:
     """Scores at the last tokens, or those of `scoring`, (B,) fp32, in passes over right-padded rows
     of similar length. Collective: all ranks run equally many passes. `input_ids` (B, T), B above 0;
     `batch_tokens` counts padding, and a longer sequence gets its own pass; `scoring` needs the ids
-    of the B responses."""
+    of the B responses; `given` is in place of the embeddings of some ids, and does not go with rows
+    that ranks share."""
     mask = None  # (B, T)
     if scoring is not None:
         mask = scoring.mask(responses, input_ids, lengths)
@@ -210,14 +213,19 @@ def scores_in_batches(
     scores = torch.empty(len(lengths), device=input_ids.device)
     prompts = None
     if share_prompts(engine):
-        prompts = common_beginnings(input_ids, lengths)[1]
+        prompts = common_beginnings(compared_keys(input_ids, given), lengths)[1]
     for rows in even_passes(lengths, batch_tokens, prompts)[0]:
         heartbeat()
         width = int(lengths[rows].max())
+        ids_of_pass = input_ids[rows, :width]
+        given_of_pass = None
+        if given is not None:
+            given_of_pass = given.of_rows(rows, width)
         if scoring is None or mask is None:
-            scores[rows] = engine(input_ids[rows, :width], lengths[rows], last_only=True).float()
+            last = engine(ids_of_pass, lengths[rows], last_only=True, given=given_of_pass)
+            scores[rows] = last.float()
         else:
-            values = engine(input_ids[rows, :width], lengths[rows])  # (b, width)
+            values = engine(ids_of_pass, lengths[rows], given=given_of_pass)  # (b, width)
             scores[rows] = scoring.reduce(values, mask[rows, :width])
     return scores.chunk(dist.ranks_of_row())[dist.rank_in_row()]
 

@@ -53,6 +53,7 @@ from dschat_ppo.data.supervised_batches import (
     collate_labelled,
     collate_pairs,
 )
+from dschat_ppo.models.backbone import unwrap
 from dschat_ppo.models.given_embeddings import GivenEmbeddings
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.objective import Objective, UsedRows, collator_on_device, score_rows
@@ -177,7 +178,8 @@ def kto_loss(
     assert batch.ref_logprobs is not None and batch.baseline is not None
     real = batch.row_mask
     desirable = batch.desirable
-    logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask)  # (B,) fp64
+    # (B,) fp64
+    logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask, batch.given)
     ratios = logprobs - batch.ref_logprobs[:, 0]
     weights = (flags.kto_desirable_weight, flags.kto_undesirable_weight)
     losses = kto_losses(ratios, desirable, batch.baseline, flags.strength, *weights)
@@ -204,7 +206,7 @@ def with_baseline(model: Model, batches: list[LabelledBatch]) -> list[LabelledBa
     total = torch.zeros(2, dtype=torch.float64, device=batches[0].input_ids.device)
     for batch in batches:
         assert batch.ref_logprobs is not None
-        logprobs = answer_logprobs(model, batch.other_ids, batch.other_mask)
+        logprobs = answer_logprobs(model, batch.other_ids, batch.other_mask, batch.other_given)
         ratios = logprobs - batch.ref_logprobs[:, 1]
         total += torch.stack([masked_sum(ratios, batch.row_mask), batch.row_mask.sum().double()])
         heartbeat()
@@ -216,17 +218,21 @@ def with_baseline(model: Model, batches: list[LabelledBatch]) -> list[LabelledBa
     ]
 
 
-def mismatched_rows(rows: Dataset) -> np.ndarray:
+def mismatched_rows(rows: Dataset, given_by: Sequence[str] = ()) -> np.ndarray:
     """For each row the row whose answer it borrows: one with another prompt, (n,) int64. In the
     order of prompts (rows of a prompt together, prompts as they come first) each row borrows from
     the one so many rows before it as the most frequent prompt has: every answer is borrowed once.
     If all rows have one prompt, each borrows from the row before; if more than half have it, some
-    of these borrow from each other."""
+    of these borrow from each other. `given_by`: columns that, beside the ids, say what a prompt
+    is."""
     prompt_indices: dict[int, int] = {}  # hash of a prompt -> its index, as prompts come first
     prompts: list[int] = []  # of each row
-    for chunk in rows.select_columns(["prompt_ids"]).with_format("numpy").iter(1000):
-        for ids in chunk["prompt_ids"]:
-            key = hash(np.asarray(ids, dtype=np.int64).tobytes())
+    columns = ["prompt_ids", *given_by]
+    prompt_rows = rows.select_columns(columns)
+    prompt_rows = prompt_rows.with_format("numpy", ["prompt_ids"], output_all_columns=True)
+    for chunk in prompt_rows.iter(1000):
+        for ids, *given_values in zip(*(chunk[name] for name in columns), strict=True):
+            key = hash((np.asarray(ids, dtype=np.int64).tobytes(), str(given_values)))
             prompts.append(prompt_indices.setdefault(key, len(prompt_indices)))
     order = np.argsort(prompts, kind="stable")
     distance = max(Counter(prompts).values(), default=0)
@@ -261,25 +267,35 @@ def log_balance(rows: Dataset, flags: PreferenceFlags) -> None:
 
 
 def kto_objective(
-    pad_id: int, device: torch.device, config: PreferenceConfig
+    pad_id: int,
+    device: torch.device,
+    config: PreferenceConfig,
+    given_for: GivenFor | None = None,
 ) -> Objective[LabelledBatch]:
     """Mean loss over answers; `prepare` adds the log-probs of the reference to the rows."""
-    collate = collator_on_device(collate_labelled, device, pad_id, config.fit.max_seq_len)
+    max_seq_len = config.fit.max_seq_len
+    collate = collator_on_device(collate_labelled, device, pad_id, max_seq_len, given_for)
 
     def score(model: Model, rows: Dataset, indices: Sequence[int]) -> Tensor:
         batch = collate(rows, indices)
-        logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask)
-        mismatched = answer_logprobs(model, batch.other_ids, batch.other_mask)
+        logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask, batch.given)
+        mismatched = answer_logprobs(model, batch.other_ids, batch.other_mask, batch.other_given)
         return torch.stack([logprobs, mismatched], dim=1)  # (B, 2)
 
     def prepare(model: Model, rows: TokenRows, used: UsedRows) -> TokenRows:
         assert isinstance(rows.train, Dataset)
         log_balance(rows.train, config.reward)
         evaluation = rows.eval
+        given_by: tuple[str, ...] = ()
+        source = getattr(unwrap(model), "given_source", None)
+        if source is not None:
+            given_by = source.columns
         with main_rank_of_node_first():
-            train = rows.train.add_column(OTHER_ROW, mismatched_rows(rows.train))
+            lenders = mismatched_rows(rows.train, given_by)
+            train = rows.train.add_column(OTHER_ROW, lenders)
             if evaluation is not None:
-                evaluation = evaluation.add_column(OTHER_ROW, mismatched_rows(evaluation))
+                lenders = mismatched_rows(evaluation, given_by)
+                evaluation = evaluation.add_column(OTHER_ROW, lenders)
         rows = replace(rows, train=train, eval=evaluation)
         return with_references(model, rows, used, score, config.fit.per_device_eval_batch_size)
 

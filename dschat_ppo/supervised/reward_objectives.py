@@ -16,6 +16,7 @@ from dschat_ppo.algorithms.supervised_losses import (
 )
 from dschat_ppo.config.supervised_config import PreferenceConfig
 from dschat_ppo.config.supervised_flags import PreferenceFlags
+from dschat_ppo.data.batches import GivenFor
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.supervised_batches import PairBatch, collate_pairs
 from dschat_ppo.monitor.metric_sums import MetricSums, moments
@@ -28,7 +29,8 @@ def reward_loss(
 ) -> Tensor:
     """Sum over pairs of the Bradley-Terry loss of the scores at the last real tokens, divided by
     `num_pairs` of the whole optimizer step."""
-    chosen, rejected = model(batch.input_ids, batch.lengths, last_only=True).chunk(2)
+    scores = model(batch.input_ids, batch.lengths, last_only=True, given=batch.given)
+    chosen, rejected = scores.chunk(2)
     real = batch.pair_mask
     margin = None
     if flags.use_margin:
@@ -67,15 +69,19 @@ def score_statistics(
 
 
 def reward_objective(
-    pad_id: int, device: torch.device, config: PreferenceConfig
+    pad_id: int,
+    device: torch.device,
+    config: PreferenceConfig,
+    given_for: GivenFor | None = None,
 ) -> Objective[PairBatch]:
     """Mean Bradley-Terry loss over pairs; `describe` measures mean and spread of the trained
     model's scores."""
-    collate = collator_on_device(collate_pairs, device, pad_id)
+    collate = collator_on_device(collate_pairs, device, pad_id, given_for)
 
     def score(model: Model, rows: Dataset, indices: Sequence[int]) -> Tensor:
         batch = collate(rows, indices)
-        return model(batch.input_ids, batch.lengths, last_only=True).view(2, -1).T  # (B, 2)
+        scores = model(batch.input_ids, batch.lengths, last_only=True, given=batch.given)
+        return scores.view(2, -1).T  # (B, 2)
 
     def describe(model: Model, rows: TokenRows) -> dict[str, float | str]:
         return score_statistics(

@@ -170,7 +170,7 @@ def _check_model_of_step(
         with naming(MODEL):
             check_sequence_classifier(folder, True, changes)
         require_length(folder, fit.max_seq_len, LIMIT)
-        check_attention(config, MODEL, folder, scalar=True)
+        check_attention(config, MODEL, folder, scalar=True, kinds=changes.kinds)
     else:
         model_config = check_language_model(
             config, MODEL, folder, tokenizer, fit.max_seq_len, LIMIT, changes

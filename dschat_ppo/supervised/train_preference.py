@@ -76,10 +76,9 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
         logger().info(f"data: --objective {name} does not use the column `margin`")
     model = load_trained_model(run.model_folder, config, run.ds_config)
     settings: dict[str, Any] = {}
-    if isinstance(model, PolicyModel):
-        model.given_source = given_source_of(run)
-        if model.given_source is not None:
-            settings["given_for"] = model.given_source.for_rows
+    model.given_source = given_source_of(run)
+    if model.given_source is not None:
+        settings["given_for"] = model.given_source.for_rows
     objective = OBJECTIVES[name].build(filler_id(run.tokenizer), run.device, config, **settings)
     trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, config, run.nonfinite)
     output = str(run.output)

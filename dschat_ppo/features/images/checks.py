@@ -9,22 +9,23 @@ from dschat_ppo.config.supervised_config import PreferenceConfig
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.images.tower import sees_images
 
+_USES = ("preference", "unpaired")  # what step 2 reads beside images: pairs and labelled answers
+
 
 def check_trained_model(config: StepConfig, model_config: PretrainedConfig, model: str) -> None:
     """Refuse what cannot be used with a model that sees images."""
     if not sees_images(model_config):
         return
-    objective = ""
-    if isinstance(config, PreferenceConfig):
-        objective = config.reward.objective
     reasons = {
-        "--objective kto": objective == "kto",
         "--streaming": bool(config.value("streaming")),
         "--sequence_parallel_size": config.ranks_of_row > 1,
         "quantised weights (--load_in_4bit, --load_in_8bit)": config.frozen_bits > 0,
         "teachers": bool(config.further_models),
         "--resize_vocabulary": config.run.resize_vocabulary,
     }
+    if isinstance(config, PreferenceConfig):
+        use = config.reward.objective_kind.use
+        reasons[f"--objective {config.reward.objective}"] = use not in _USES
     for flag, is_used in reasons.items():
         if is_used:
             raise UserError(

@@ -116,12 +116,14 @@ class RowImages:
 
     def facts(self, rows: Dataset) -> list[str]:
         """How many rows have images, and how many tokens these have."""
-        spans = rows.data.column(SPANS).combine_chunks()
+        # of a selection of rows: `rows.data` has all of the file
+        table = rows.select_columns([SPANS, IMAGES]).with_format("arrow")[:]
+        spans = table.column(SPANS).combine_chunks()
         bounds = pc.list_flatten(pc.list_flatten(spans)).to_numpy().reshape(-1, 2)
         if not len(bounds):
             return ["no images"]
         sizes = bounds[:, 1] - bounds[:, 0]
-        with_images = pc.list_value_length(rows.data.column(IMAGES).combine_chunks())
+        with_images = pc.list_value_length(table.column(IMAGES).combine_chunks())
         count = int((with_images.fill_null(0).to_numpy() > 0).sum())
         return [
             f"{counted(count, 'row')} with images, of {int(np.median(sizes))} tokens in the median"

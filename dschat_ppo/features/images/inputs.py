@@ -40,6 +40,13 @@ class ImageInputs:
             positions = positions.to(device)
         return replace(self, features=features, index=self.index.to(device), positions=positions)
 
+    def of_rows(self, rows: Tensor, width: int) -> ImageInputs:
+        """That of some rows, and of their first `width` columns."""
+        positions = self.positions
+        if positions is not None:
+            positions = positions[:, rows, :width]
+        return replace(self, index=self.index[rows, :width], positions=positions)
+
     def keys(self, input_ids: Tensor) -> Tensor:
         """(B, T) int64: the ids, and below 0 what stands for the tokens of images."""
         return torch.where(self.index < 0, input_ids, -1 - self.index)

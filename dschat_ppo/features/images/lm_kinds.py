@@ -29,8 +29,8 @@ def reason_unusable(config: PretrainedConfig) -> str | None:
     name = type(config).__name__
     if sees_images(config):
         return (
-            f"{name} sees images: so far SFT, DPO and the objectives without a reference train it,"
-            " and transformers loads it as AutoModelForImageTextToText"
+            f"{name} sees images: so far steps 1 and 2 train such models, reward models among them;"
+            " step 3 and the tools that generate or score take models of text"
         )
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         families = ", ".join(FAMILIES)

@@ -15,6 +15,7 @@ from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.features.images.step_data import processor_of
 from dschat_ppo.features.images.tower import load_tower, sees_images
+from dschat_ppo.models.model_folders import SCORE
 from dschat_ppo.models.saving import SavedBeside
 from dschat_ppo.models.tokenizers import read_tokenizer
 
@@ -35,6 +36,43 @@ inputs = processor(text=text, images=[Image.open("picture.png")], return_tensors
 output = model.generate(**inputs, max_new_tokens=100)
 print(processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 ```
+"""
+_SCORE_USAGE = """\
+## How to use it
+
+A model with a scalar head, for which transformers has no class: the body as `AutoModel`, and the
+head as a matrix. The score of an answer is that at the last token of the conversation.
+
+```python
+from pathlib import Path
+
+import torch
+from PIL import Image
+from safetensors import safe_open
+from transformers import AutoModel, AutoProcessor
+
+folder = "."  # this folder
+model = AutoModel.from_pretrained(folder)
+processor = AutoProcessor.from_pretrained(folder)  # of some models it needs torchvision
+for file in Path(folder).glob("*.safetensors"):
+    with safe_open(file, "pt") as tensors:
+        if "score.weight" in tensors.keys():
+            head = tensors.get_tensor("score.weight")
+parts = [{"type": "image"}, {"type": "text", "text": "What is this?"}]
+answer = [{"type": "text", "text": "A cat."}]
+messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
+text = processor.apply_chat_template(messages)
+inputs = processor(text=text, images=[Image.open("picture.png")], return_tensors="pt")
+with torch.no_grad():
+    states = model(**inputs).last_hidden_state
+print((states[0, -1] @ head[0]).item())
+```
+"""
+_SCORE_ADAPTER_USAGE = """\
+## How to use it
+
+An adapter with a scalar head, `score.weight`, on the body of `{base}`. Train with `--lora_merge`,
+or export the run with `dschat-export`, for a folder that holds the whole model.
 """
 
 
@@ -71,6 +109,10 @@ def _usage_with_images(model: PreTrainedModel, is_adapter: bool) -> str | None:
     """How to use a model that sees images."""
     if not sees_images(model.config):
         return None
+    if hasattr(model, SCORE):
+        if is_adapter:
+            return _SCORE_ADAPTER_USAGE.format(base=Path(_start_folder(model)).name)
+        return _SCORE_USAGE
     if not is_adapter:
         loaded = "model = AutoModelForImageTextToText.from_pretrained(folder)"
         return _USAGE.format(imports="", model=loaded, processor="folder")

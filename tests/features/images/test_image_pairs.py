@@ -1,5 +1,5 @@
-"""Pairs of answers to a prompt with images: DPO and an objective without a reference, against
-transformers' own pass over each row alone."""
+"""Pairs of answers to a prompt with images, DPO and an objective without a reference, and labelled
+answers (KTO), against transformers' own pass over each row alone."""
 
 import pytest
 import torch
@@ -10,16 +10,9 @@ from tiny_vlms import plain_logprobs, save_tiny_vlm
 from transformers import AutoModelForImageTextToText
 
 from dschat_ppo.data.prepare import TokenRows
-from dschat_ppo.errors import UserError
-from dschat_ppo.features.images.checks import check_trained_model
 from dschat_ppo.features.images.given_embeddings import source_of
 from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.loading import (
-    changes_to_train,
-    check_sequence_classifier,
-    load_causal_lm,
-    load_config,
-)
+from dschat_ppo.models.loading import changes_to_train, load_causal_lm
 from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.objective import UsedRows
@@ -75,10 +68,52 @@ def test_the_log_probs_of_pairs_are_those_of_each_row_alone(family, objective):
         assert metrics["loss"] == pytest.approx(0.6931472, abs=1e-5)
 
 
-def test_kto_and_reward_models_take_no_images_yet(family):
-    vlm = str(family / "vlm")
-    _, config, _ = prepared(vlm, family / "rows.jsonl", "--objective", "kto")
-    with pytest.raises(UserError, match="--objective kto yet"):
-        check_trained_model(config, load_config(vlm, ""), vlm)
-    with pytest.raises(UserError, match="so far SFT, DPO"):
-        check_sequence_classifier(vlm, True)
+LABELLED = [
+    {"image": "a.png", "prompt": QUESTION, "response": "red", "label": True},
+    {"image": "d.png", "prompt": QUESTION, "response": "blue", "label": False},  # the same ids
+    {"image": ["b.png", "c.png"], "prompt": QUESTION, "response": "green", "label": True},
+    {"image": None, "prompt": "what is big ?", "response": "a square", "label": False},
+]
+
+
+def test_kto_is_that_of_each_row_alone(family, tmp_path):
+    """Each row borrows the answer to another picture, also where the ids of both prompts are
+    equal; log-probs, baseline and loss by hand."""
+    vlm = family / "vlm"
+    write_pictures(tmp_path)
+    data = write_rows(tmp_path, LABELLED)
+    rows, config, tokenizer = prepared(vlm, data, "--objective", "kto", "--beta", "0.5")
+    policy = PolicyModel(load_causal_lm(str(vlm), "fp32", None, changes_to_train(config)))
+    source = source_of(config, str(vlm), tokenizer, torch.device("cpu"))
+    policy.given_source = source
+    select_kernels(policy)
+    built = OBJECTIVES["kto"].build(0, torch.device("cpu"), config, given_for=source.for_rows)
+    train = built.prepare(policy, TokenRows(rows, None, ("rows",)), UsedRows()).train
+    lenders = train["other_row"]
+    assert sorted(lenders) == [0, 1, 2, 3]  # with the ids alone, two prompts would be one
+    assert [lenders[row] for row in range(4)] == [3, 0, 1, 2]
+
+    whole = AutoModelForImageTextToText.from_pretrained(vlm).eval()
+
+    def logprob(row, lender):
+        borrowed = {**rows[row], "answers": rows[lender]["answers"]}
+        length = len(borrowed["answers"][0])
+        return plain_logprobs(whole, alone_inputs(borrowed, source._processor))[-length:].sum()
+
+    for row, lender in enumerate(lenders):
+        expected = [logprob(row, row).item(), logprob(row, lender).item()]
+        assert train["ref_logprobs"][row] == pytest.approx(expected, abs=1e-4)
+
+    with torch.no_grad():  # another policy than the reference
+        for weights in (policy.lm, whole):
+            head = weights.get_output_embeddings().weight
+            head += 0.05 * torch.randn(head.shape, generator=torch.Generator().manual_seed(1))
+        [batch] = built.complete(policy, [built.collate(train, [0, 1, 2, 3])])
+        loss = built.loss(policy, batch, torch.tensor(4), MetricSums())
+    references = torch.tensor(train["ref_logprobs"])
+    ratios = torch.stack([logprob(row, row) for row in range(4)]) - references[:, 0]
+    mismatched = torch.stack([logprob(row, lenders[row]) for row in range(4)]) - references[:, 1]
+    baseline = mismatched.mean().clamp_min(0)
+    signs = torch.tensor([1.0 if row["label"] > 0.5 else -1.0 for row in rows])
+    expected_loss = (1 - torch.sigmoid(0.5 * signs * (ratios - baseline))).mean()
+    assert loss.item() == pytest.approx(expected_loss.item(), abs=1e-4)

@@ -1,20 +1,23 @@
-"""Step 1 with images on two ranks, as a user would run it: ZeRO stages, packed rows, LoRA, and a
-run that is stopped and resumed."""
+"""Steps 1 and 2 with images on two ranks, as a user would run them: ZeRO stages, packed rows, LoRA,
+and runs that are stopped and resumed."""
+
+import json
 
 import pytest
 import torch
-from features.images.image_runs import flags, write_pictures, write_rows
+from features.images.image_runs import flags, prepared_pairs, write_pictures, write_rows
 from launch import numbers_of, run_steps
 from peft import PeftModel
 from safetensors.torch import load_file
 from tiny_vlms import noise, plain_logprobs, save_tiny_vlm, tiny_image_processor
 from transformers import AutoModelForImageTextToText
 
+from dschat_ppo.features.images.given_embeddings import source_of
 from dschat_ppo.features.images.inputs import ImageInputs
 from dschat_ppo.features.images.lm_kinds import OF_IMAGES
 from dschat_ppo.features.images.tower import load_tower
-from dschat_ppo.models.loading import ModelChanges, load_causal_lm
-from dschat_ppo.models.wrapped_models import PolicyModel
+from dschat_ppo.models.loading import ModelChanges, load_causal_lm, load_sequence_classifier
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 
 pytestmark = pytest.mark.ranks
 
@@ -64,21 +67,26 @@ def runs(tmp_path_factory):
         ("lora", "idefics3", 0, LORA),
         ("qwen", "qwen3_vl", 3, []),
         ("dpo", "idefics3", 3, ["--objective", "dpo"]),
+        ("reward", "qwen3_vl", 3, ["--objective", "reward"]),
+        ("reward_resumed", "qwen3_vl", 3, ["--objective", "reward"]),
+        ("reward_lora", "idefics3", 0, ["--objective", "reward", *LORA]),
     ):
         words = [*flags(vlms[family], data, "--eval_data_path", str(data)), *SIZES, *further]
         words += ["--output_dir", str(folder / name), "--zero_stage", str(stage)]
         cases[name] = ("sft", words)
-        if name == "dpo":
+        if name in ("dpo", "reward", "reward_resumed", "reward_lora"):
             words[words.index("1,0,0")] = "0,1,0"
             words[words.index(str(data))] = str(pairs)
             words[words.index(str(data))] = str(pairs)
             cases[name] = ("reward", words)
-        if name == "resumed":
-            cases[name] = ("sft", words, ["step_000002", None])
+        if name.endswith("resumed"):
+            cases[name] = (*cases[name], ["step_000002", None])
     ended = run_steps(cases, folder)
-    stopped, last = ended.pop("resumed")
-    assert stopped["stopped"] is not None
-    for end in (last, *ended.values()):
+    for name in ("resumed", "reward_resumed"):
+        stopped, last = ended.pop(name)
+        assert stopped["stopped"] is not None
+        assert last["error"] is None, last
+    for end in ended.values():
         assert end["error"] is None, end
     return folder
 
@@ -90,12 +98,41 @@ def test_all_zero_stages_give_the_same_losses(runs):
     assert losses(runs / "dpo")[0] == pytest.approx(0.6931, abs=1e-3)
 
 
-def test_a_resumed_run_has_the_bits_of_the_whole_one(runs):
-    """Also without a cache of what the tower made."""
-    assert numbers_of(runs / "resumed") == numbers_of(runs / "zero3")
-    whole = load_file(runs / "zero3/model.safetensors")
-    resumed = load_file(runs / "resumed/model.safetensors")
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+@pytest.mark.parametrize(("name", "whole"), [("resumed", "zero3"), ("reward_resumed", "reward")])
+def test_a_resumed_run_has_the_bits_of_the_whole_one(runs, name, whole):
+    """Also without a cache of what the tower made, as `resumed` is."""
+    assert numbers_of(runs / name) == numbers_of(runs / whole)
+    of_whole = load_file(runs / whole / "model.safetensors")
+    resumed = load_file(runs / name / "model.safetensors")
+    assert of_whole.keys() == resumed.keys()
+    assert all(torch.equal(of_whole[key], resumed[key]) for key in of_whole)
+
+
+@pytest.mark.parametrize(("name", "family"), [("reward", "qwen3_vl"), ("reward_lora", "idefics3")])
+def test_a_trained_reward_model_scores_as_the_run_did(runs, name, family):
+    """The mean loss and the mean score of its last evaluation, by hand from the saved folder: each
+    row alone."""
+    words = ["--objective", "reward"]
+    rows, config, tokenizer = prepared_pairs(runs / family, runs / "pairs/rows.jsonl", *words)
+    kinds = ModelChanges(kinds=(OF_IMAGES,))
+    model = ScalarModel(load_sequence_classifier(str(runs / name), "fp32", None, False, kinds))
+    source = source_of(config, str(runs / family), tokenizer, torch.device("cpu"))
+    scores = torch.empty(2, len(rows))
+    with torch.no_grad():
+        for index, row in enumerate(rows):
+            for side in (0, 1):
+                ids = torch.tensor([row["prompt_ids"] + row["answers"][side]])
+                length = torch.tensor([ids.shape[1]])
+                given = source.for_rows([row], ids)
+                scores[side, index] = model(ids, length, last_only=True, given=given)
+    [*_, last] = [line for line in numbers_of(runs / name) if "eval_loss" in line]
+    loss = (1 + (scores[1] - scores[0]).exp()).log().mean()
+    assert last["eval_loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert last["eval_chosen_score"] == pytest.approx(scores[0].mean().item(), abs=1e-5)
+    saved = json.loads((runs / name / "config.json").read_text())
+    assert saved["reward_mean"] == pytest.approx(scores.mean().item(), abs=1e-5)
+    losses_of_run = losses(runs / name)
+    assert losses_of_run[-1] != losses_of_run[0]
 
 
 @pytest.mark.parametrize(
