@@ -1,7 +1,11 @@
 """Reward models that see images: scores and gradients of pairs are those of transformers' own body
 over each row alone, from ids and pixels, with a linear head by hand."""
 
+import io
+import re
+from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +37,7 @@ from dschat_ppo.models.wrapped_models import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.planner.model_parts import sizes_of
 from dschat_ppo.rewards.learned_reward import scores_in_batches
+from dschat_ppo.run.model_card import model_card
 from dschat_ppo.supervised.reward_objectives import reward_objective
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -82,6 +87,13 @@ def family(request, tmp_path_factory):
     )
 
 
+def rows_with_equal_ids(family, batch):
+    """(2,): the chosen answers of the two prompts with one picture of the same size."""
+    red = family.tokenizer.convert_tokens_to_ids("red")
+    [rows] = (batch.input_ids[:4] == red).any(dim=1).nonzero(as_tuple=True)
+    return rows
+
+
 def scores_alone(body, head, alone):
     """(2B,): the score of each row by hand, at its last token."""
     states = [body(**inputs).last_hidden_state[0, -1] for inputs in alone]
@@ -104,8 +116,7 @@ def test_scores_and_gradients_are_those_of_each_row_alone(family, way):
     expected = scores_alone(body, head, family.alone)
     torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
     # of two rows with equal ids the pictures differ
-    red = family.tokenizer.convert_tokens_to_ids("red")
-    first, second = [row for row, ids in enumerate(batch.input_ids[:4]) if red in ids]
+    first, second = rows_with_equal_ids(family, batch)
     assert torch.equal(batch.input_ids[first], batch.input_ids[second])
     assert abs(float(scores[first] - scores[second])) > 1e-3
     given_by_row = family.objective.score(model, family.rows, [0, 1, 2, 3])
@@ -165,6 +176,26 @@ def test_scores_in_several_passes_know_pictures_apart(family):
         torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("same_picture", "passes"), [(True, 1), (False, 2)])
+def test_a_pass_counts_the_prompts_of_two_pictures_twice(family, same_picture, passes):
+    """Of two rows with equal ids, with room for one of them and a few tokens more."""
+    model = family.model
+    select_kernels(model)
+    batch = family.objective.collate(family.rows, [0, 1, 2, 3])
+    pair = rows_with_equal_ids(family, batch)
+    if same_picture:
+        pair = torch.stack([pair[0], pair[0]])
+    width = int(batch.lengths[pair[0]])
+    given = batch.given.of_rows(pair, width)
+    calls = []
+    hook = model.backbone.register_forward_hook(lambda *_: calls.append(1))
+    scores_in_batches(
+        model, batch.input_ids[pair, :width], batch.lengths[pair], width + 8, given=given
+    )
+    hook.remove()
+    assert len(calls) == passes
+
+
 @pytest.mark.parametrize("form", ["whole", "adapter"])
 def test_it_is_saved_and_loaded_again(family, tmp_path, form):
     """The saved folder gives the scores again: by transformers' body with the head by hand, and by
@@ -205,6 +236,30 @@ def test_it_is_saved_and_loaded_again(family, tmp_path, form):
         check_causal_lm(str(again), KINDS)
     with pytest.raises(UserError, match="has no trained scalar head"):
         check_sequence_classifier(str(family.folder), False, KINDS)
+
+
+def test_the_code_of_its_readme_gives_its_score(tmp_path):
+    """In the family whose `AutoProcessor` needs no torchvision."""
+    vlm = save_tiny_vlm(tmp_path / "vlm", "idefics3")
+    write_pictures(tmp_path)
+    row = {"image": "a.png", "prompt": "What is this?", "chosen": "A cat.", "rejected": "no"}
+    rows, config, tokenizer = prepared(vlm, write_rows(tmp_path, [row]))
+    model = ScalarModel(load_sequence_classifier(str(vlm), "fp32", None, True, KINDS)).eval()
+    folder = tmp_path / "saved"
+    card = partial(model_card, config, "model")
+    form = SavedForm(card=card, beside=parts_beside(config))
+    save_model(SimpleNamespace(module=model), tokenizer, folder, form=form)
+    source = source_of(config, str(vlm), tokenizer, CPU)
+    objective = reward_objective(tokenizer.pad_token_id, CPU, config, given_for=source.for_rows)
+    with torch.no_grad():
+        expected = objective.score(model, rows, [0])[0, 0].item()
+    [code] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    code = code.replace('folder = "."', f"folder = {str(folder)!r}")
+    code = code.replace('"picture.png"', repr(str(tmp_path / "a.png")))
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        exec(code, {})
+    assert float(printed.getvalue()) == pytest.approx(expected, abs=1e-5)
 
 
 def test_what_is_counted_is_the_decoder_and_a_head(family):
