@@ -228,6 +228,9 @@ def test_it_is_saved_and_loaded_again(family, tmp_path, form):
     before = load_file(family.folder / "model.safetensors")
     assert weights.keys() ^ before.keys() == {"score.weight", "lm_head.weight"}
     assert all(torch.equal(weights[name], before[name]) for name in weights.keys() & before.keys())
+    source = source_of(config, str(again), family.tokenizer, CPU)  # a later run starts from it
+    given = source.for_rows(list(family.rows) * 2, batch.input_ids)
+    assert torch.equal(given.features.states, batch.given.features.states)
     body = AutoModel.from_pretrained(again).eval()
     with torch.no_grad():
         expected = scores_alone(body, weights["score.weight"], family.alone)
