@@ -143,7 +143,8 @@ def measure(
     work: Path, model: Any, tokenizer: PreTrainedTokenizerBase, latency: float, options: Any
 ) -> dict[str, float]:
     """Median seconds of a rollout by each of the two, with a tool that takes `latency` seconds, and
-    the ratio of their throughput: its median, its least and its greatest."""
+    the ratio of their throughput: its median, its least and its greatest. `cpu_ratio`: the same of
+    the processor's seconds in this process, which other work on the machine changes little."""
     samples = SAMPLES
     if options.tiny:
         samples = TINY_SAMPLES
@@ -158,13 +159,16 @@ def measure(
         "agent": contender_of(*common, without_tools, agent_flags),
     }
     times: dict[str, list[float]] = {name: [] for name in contenders}
+    cpu_times: dict[str, list[float]] = {name: [] for name in contenders}
     ids: dict[str, torch.Tensor] = {}
     for repeat in range(options.repeats + 1):
         for name, contender in contenders.items():
             began = time.perf_counter()
+            cpu_began = time.process_time()
             ids[name] = contender.play().response_ids
             if repeat > 0:  # the first one starts processes
                 times[name].append(time.perf_counter() - began)
+                cpu_times[name].append(time.process_time() - cpu_began)
     assert torch.equal(ids["tools"], ids["agent"])
     result = {
         "latency": latency,
@@ -175,6 +179,8 @@ def measure(
     ratios = [tools / agent for tools, agent in zip(times["tools"], times["agent"], strict=True)]
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     result["ratio"] = medians["tools"] / medians["agent"]
+    cpu_medians = {name: statistics.median(seconds) for name, seconds in cpu_times.items()}
+    result["cpu_ratio"] = cpu_medians["tools"] / cpu_medians["agent"]
     return {**result, "least": min(ratios), "most": max(ratios), **medians}
 
 
