@@ -57,6 +57,7 @@ def test_agents_play_and_training_sees_what_the_model_drew(run_of):
     for row in metrics:
         assert row["agent/failures"] == 0 and row["agent/refused_calls"] == 0
         assert row["agent/calls"] == row["agent/asked"] > 1
+    for row in metrics[:2]:  # the rows of the third step have one context each
         assert row["agent/contexts"] > 1 and row["agent/untrained_calls"] > 0
     assert abs(metrics[0]["policy/first_log_ratio_abs_max"]) < 1e-4
     assert metrics[0]["reward/score_std"] > 0.01
