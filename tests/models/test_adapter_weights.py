@@ -309,6 +309,7 @@ REFUSED = [
             ({"lora_alpha": math.nan}, "nan"),
             ({"lora_alpha": -math.inf}, "-inf"),
             ({"lora_alpha": "8"}, "'8'"),
+            ({"lora_alpha": True}, "True"),
             ({"alpha_pattern": {"up_proj": math.inf}}, "inf"),
         )
     ),

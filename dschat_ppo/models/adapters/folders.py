@@ -92,7 +92,8 @@ def read_adapter_config(folder: str, flag: str) -> dict[str, Any]:
     if isinstance(config.get("alpha_pattern"), dict):
         scales |= config["alpha_pattern"]
     for name, scale in scales.items():
-        if not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+        if not is_number or not math.isfinite(scale):
             raise UserError(
                 f"{flag} {file}: the scale {name} must be a finite number and is {scale!r}; copy"
                 " the file again, or write the lora_alpha that the adapter was trained with"
