@@ -102,8 +102,8 @@ def score_magnitudes(rows: ScoredRollout, settings: AdvantageSettings) -> Tensor
     the reward sources k, after scaling. 0.9 - 3 * 0.3 is 0, but in fp32 as far from 0 as the
     rounding of 0.9. Of a score that is clipped, which has no rounding, the bound."""
     weights = torch.tensor(settings.source_weights, dtype=torch.float64)  # (K,)
-    parts = weights.to(rows.scores.device) * rows.source_scores.double()  # (N, K)
-    magnitudes = parts.abs().nan_to_num().sum(dim=1)
+    weighted = weights.to(rows.scores.device) * rows.source_scores.double()  # (N, K)
+    magnitudes = weighted.abs().nan_to_num().sum(dim=1)
     if settings.score_divisor is not None:
         magnitudes = magnitudes / settings.score_divisor
     if settings.score_clip > 0:

@@ -263,13 +263,8 @@ def write_model(
     _set_entries(model.config, config_entries or {})
     if is_lm:
         model.generation_config = _config_for_generation(model, tokenizer, form.ends)
-    elif first_position(model.config) == 0:
-        # transformers scores a row at its last non-PAD token, so PAD must not be a token that ends
-        # rows. (RoBERTa-like models count positions from PAD, so they keep it.)
-        pad = tokenizer.pad_token_id
-        if pad in (tokenizer.eos_token_id, *form.ends):
-            pad = None
-        model.config.pad_token_id = pad
+    else:
+        _set_pad_of_scorer(model, tokenizer, form)
     folder = Path(folder)
     as_adapter = not form.merge and bool(adapter_layers(model))
     other_form: tuple[str, ...] = OF_ADAPTERS
@@ -288,9 +283,8 @@ def write_model(
                 _write_whole_model(model, whole_state, unfinished, is_lm)
             save_tokenizer(tokenizer, unfinished)
             if form.card is not None:
-                usages = [beside.usage(model, as_adapter) for beside in form.beside]
-                other_usage = next(filter(None, usages), None)
-                text = form.card(as_adapter, tokenizer.chat_template is not None, other_usage)
+                has_template = tokenizer.chat_template is not None
+                text = form.card(as_adapter, has_template, _other_usage(model, form, as_adapter))
                 (unfinished / "README.md").write_text(text, encoding="utf-8")
         _make_readable(unfinished)
         # An earlier run may have left the other form, as which the folder would be read.
@@ -305,6 +299,29 @@ def write_model(
             " the same command again"
         )
     return None
+
+
+def _other_usage(model: PreTrainedModel, form: SavedForm, as_adapter: bool) -> str | None:
+    """How a model that has parts beside it is used; None: as any other."""
+    for beside in form.beside:
+        usage = beside.usage(model, as_adapter)
+        if usage is not None:
+            return usage
+    return None
+
+
+def _set_pad_of_scorer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, form: SavedForm
+) -> None:
+    """Set the PAD token in the configuration of a model that scores rows: transformers scores a row
+    at its last non-PAD token, so PAD must not be a token that ends rows. (RoBERTa-like models count
+    positions from PAD, so they keep it.)"""
+    if first_position(model.config) != 0:
+        return
+    pad = tokenizer.pad_token_id
+    if pad in (tokenizer.eos_token_id, *form.ends):
+        pad = None
+    model.config.pad_token_id = pad
 
 
 def _set_entries(config: Any, entries: Mapping[str, float | str | None]) -> None:

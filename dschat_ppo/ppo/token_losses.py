@@ -22,7 +22,12 @@ from dschat_ppo.algorithms.actor_critic_losses import (
 from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs, gae
 from dschat_ppo.algorithms.aggregation import aggregate
 from dschat_ppo.algorithms.kl import kl_k3
-from dschat_ppo.algorithms.step import LossSettings, loss_with_terms, policy_objective
+from dschat_ppo.algorithms.step import (
+    LossSettings,
+    PolicyObjective,
+    loss_with_terms,
+    policy_objective,
+)
 from dschat_ppo.common import dist
 from dschat_ppo.common.own_functions import function_named
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
@@ -199,10 +204,7 @@ class ActorLoss:
         # a metric is the sum of losses over the sum of counts: 1 over all micro-batches of a step
         count = policy_loss.new_full((), minibatch.metric_weight)
         sums.add_sum("policy/loss", policy_loss, count)
-        sums.add_mean("policy/entropy", current.entropy.detach(), rows.response_mask)
-        if policy.kept_rows is not None:
-            left_out = 1 - policy.kept_rows.float()
-            sums.add_mean("policy/off_policy_share", left_out, rows.loss_mask.any(dim=1))
+        _add_shares(rows, policy, current, sums)
         _record_ratios(rows, policy.unweighted, current.logprobs, old_logprobs, sums)
 
         means_of_terms = self._means_of_terms(
@@ -252,6 +254,17 @@ class ActorLoss:
             sums.add_sum(term.metric, mean, count)
             means_of_terms.append((term.coef, mean))
         return means_of_terms
+
+
+def _add_shares(
+    rows: Experience, policy: PolicyObjective, current: ResponseLogprobs, sums: MetricSums
+) -> None:
+    """Add the entropy of the policy, and the share of rows that are too far off-policy, to the
+    metrics."""
+    sums.add_mean("policy/entropy", current.entropy.detach(), rows.response_mask)
+    if policy.kept_rows is not None:
+        left_out = 1 - policy.kept_rows.float()
+        sums.add_mean("policy/off_policy_share", left_out, rows.loss_mask.any(dim=1))
 
 
 def _record_ratios(

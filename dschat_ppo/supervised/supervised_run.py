@@ -281,6 +281,14 @@ def train_and_save(
     write_result(output, result)
     if dist.is_main() and not config.safety.keep_final_checkpoint:
         remove_checkpoints(output)
+    _show_result(run, result, next_command, is_resumed=session.checkpoint is not None)
+    return result
+
+
+def _show_result(
+    run: SupervisedRun, result: Mapping[str, Any], next_command: str, is_resumed: bool
+) -> None:
+    """Log what `result.json` says about the training, and the next command."""
     names = {
         f"eval_{name}": f"evaluation {name}"
         for name in ("divergence", "loss", "perplexity", "accuracy", "margin")
@@ -288,10 +296,8 @@ def train_and_save(
     steps = counted(int(result["optimizer_steps"]), "optimizer step")
     if "skipped_steps" in result:
         steps += f" ({result['skipped_steps']} more were skipped: NaN or infinity)"
-    is_resumed = session.checkpoint is not None
     changes = changes_of(result, names)
-    show_end(run.name, steps, result["seconds"], changes, [output], next_command, is_resumed)
-    return result
+    show_end(run.name, steps, result["seconds"], changes, [run.output], next_command, is_resumed)
 
 
 def write_answers(

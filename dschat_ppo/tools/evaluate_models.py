@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -126,32 +127,46 @@ def evaluate_models(request: EvaluationRequest) -> Evaluated:
     if reward_model is not None:
         classifier = load_sequence_classifier(reward_model.folder, dtype, None, new_head=False)
         scorer = LoadedReward(reward_model, ScalarModel(classifier).to(dist.device()).eval())
-    further_policies: dict[str, PolicyModel] = {}
-    for role, folder in further_folders.items():
-        policy = PolicyModel(load_causal_lm(folder, dtype, None))
-        further_policies[role] = policy.to(dist.device()).eval()
-    further_sources = sources_with_models(
-        request.features,
-        further_policies.__getitem__,
-        further_folders,
-        args.max_batch_tokens,
-        request.settings.seed,
-    )
+    further_sources = _sources_of_features(request, further_folders, dtype)
     results: list[Result] = []
     for model, rows in zip(models, prompts, strict=True):
         results += _results_of(model, dtype, rows, data_sets, request, scorer, further_sources)
     if rewards is not None:
         _count_wins(results)
-    flags = {
-        name: without_credentials(str(value))
-        for name, value in vars(args).items()
-        if value not in (None, [], "")
-    }
     asked = [
         json.loads(row).get(MESSAGES, answered.prompt)
         for row, answered in zip(prompts[0]["row"], results[0].prompts, strict=True)
     ]
-    return Evaluated(flags, rewards is not None, results, asked, list(prompts[0]["row"]))
+    return Evaluated(
+        _given_flags(args), rewards is not None, results, asked, list(prompts[0]["row"])
+    )
+
+
+def _given_flags(args: argparse.Namespace) -> dict[str, str]:
+    """The flags that have a value, as texts without credentials."""
+    given_flags = {}
+    for name, value in vars(args).items():
+        if value not in (None, [], ""):
+            given_flags[name] = without_credentials(str(value))
+    return given_flags
+
+
+def _sources_of_features(
+    request: EvaluationRequest, folders: Mapping[str, str], dtype: str
+) -> list[tuple[RewardSource, float]]:
+    """Load the models of features, and make their reward sources. `folders`: role of a model -> its
+    folder."""
+    policies: dict[str, PolicyModel] = {}
+    for role, folder in folders.items():
+        policy = PolicyModel(load_causal_lm(folder, dtype, None))
+        policies[role] = policy.to(dist.device()).eval()
+    return sources_with_models(
+        request.features,
+        policies.__getitem__,
+        folders,
+        request.args.max_batch_tokens,
+        request.settings.seed,
+    )
 
 
 def _check_prompt_routes(
