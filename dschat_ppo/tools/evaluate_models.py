@@ -138,11 +138,11 @@ def evaluate_models(request: EvaluationRequest) -> Evaluated:
         for row, answered in zip(prompts[0]["row"], results[0].prompts, strict=True)
     ]
     return Evaluated(
-        _given_flags(args), rewards is not None, results, asked, list(prompts[0]["row"])
+        _flags_with_values(args), rewards is not None, results, asked, list(prompts[0]["row"])
     )
 
 
-def _given_flags(args: argparse.Namespace) -> dict[str, str]:
+def _flags_with_values(args: argparse.Namespace) -> dict[str, str]:
     """The flags that have a value, as texts without credentials."""
     given_flags = {}
     for name, value in vars(args).items():
