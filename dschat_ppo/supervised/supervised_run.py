@@ -281,11 +281,11 @@ def train_and_save(
     write_result(output, result)
     if dist.is_main() and not config.safety.keep_final_checkpoint:
         remove_checkpoints(output)
-    _show_result(run, result, next_command, is_resumed=session.checkpoint is not None)
+    _show_training(run, result, next_command, is_resumed=session.checkpoint is not None)
     return result
 
 
-def _show_result(
+def _show_training(
     run: SupervisedRun, result: Mapping[str, Any], next_command: str, is_resumed: bool
 ) -> None:
     """Log what `result.json` says about the training, and the next command."""
