@@ -44,9 +44,9 @@ class Counting:
     def __init__(self, engine):
         self.engine, self.layout, self.shapes = engine, engine.layout, []
 
-    def __call__(self, input_ids, lengths, last_only):
+    def __call__(self, input_ids, lengths, last_only, given):
         self.shapes.append(tuple(input_ids.shape))
-        return self.engine(input_ids, lengths, last_only=last_only)
+        return self.engine(input_ids, lengths, last_only=last_only, given=given)
 
 
 def test_sequences_are_scored_in_passes_of_a_token_budget(engine):
