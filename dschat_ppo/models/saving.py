@@ -3,21 +3,19 @@ weights are finite."""
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, move_files_up, way_out
@@ -33,7 +31,8 @@ from dschat_ppo.models.architectures import first_position
 from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.models.model_folders import SCORE
 from dschat_ppo.models.tokenizers import save_tokenizer
-from dschat_ppo.models.weight_headers import checkpoint_dtype, weight_files
+from dschat_ppo.models.untrained_parts import add_untrained, config_around
+from dschat_ppo.models.weight_headers import checkpoint_dtype
 from dschat_ppo.models.wrapped_models import ScalarModel, WrappedModel
 from dschat_ppo.types import Engine
 
@@ -45,10 +44,6 @@ OF_WHOLE_MODELS = (
     "model*.safetensors",
     "model.safetensors.index.json",
 )
-# of a language model with parts that do not train: a vision tower, layers that predict further
-# tokens
-_NOT_TEXT = re.compile(r"(^|\.)(mtp|visual|vision)|^model\.layers\.\d+\.")
-TRAINED, UNTRAINED = "model-trained.safetensors", "model-untrained.safetensors"
 
 
 @dataclass(frozen=True)
@@ -387,7 +382,7 @@ def _write_whole_model(
     source = Path(model.name_or_path or "/nowhere")  # empty: made from a configuration
     outer_config = None
     if is_lm:
-        outer_config = _config_around(model, source)
+        outer_config = config_around(model, source)
     if outer_config is None:
         model._weight_conversions = None  # type: ignore[assignment]
     dtype = model.config.dtype  # in place of which transformers writes that of the model in memory
@@ -395,68 +390,12 @@ def _write_whole_model(
     model.config.dtype = dtype
     model.config.save_pretrained(folder)
     if is_lm:
-        _add_untrained(model, source, folder)
+        add_untrained(model, source, folder)
     if outer_config is not None:
         outer_config.text_config = model.config
         outer_config.save_pretrained(folder)
         for file in source.glob("*processor*_config.json"):
             shutil.copy(file, folder)
-
-
-def _config_around(model: PreTrainedModel, source: Path) -> Any:
-    """The configuration in `source` of a model of images and text whose text model is `model`; None
-    if `model` is the whole one."""
-    if not (source / "config.json").is_file():
-        return None
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    if hasattr(config, "text_config") and config.model_type != model.config.model_type:
-        return config
-    return None
-
-
-def _add_untrained(model: PreTrainedModel, source: Path, folder: Path) -> None:
-    """Add to a saved language model the weights of its checkpoint that transformers leaves out when
-    it loads the text model, unchanged: a vision tower, or layers that predict further tokens. The
-    folder then loads wherever the checkpoint does."""
-    patterns = model._keys_to_ignore_on_load_unexpected
-    if not patterns or not source.is_dir():
-        return
-
-    def is_left_out(name: str) -> bool:
-        is_ignored = any(re.search(pattern, name) for pattern in patterns)
-        return is_ignored and _NOT_TEXT.search(name) is not None
-
-    file_of_weight: dict[str, str] = {}  # name of a weight -> name of its file in the folder
-    for file in weight_files(str(folder)):
-        file_of_weight |= dict.fromkeys(_names_in(file), file.name)
-    added_weights: dict[str, Tensor] = {}
-    for file in weight_files(str(source)):
-        if file.suffix == ".safetensors":
-            names = [name for name in _names_in(file) if name not in file_of_weight]
-            added_weights |= _read_weights(file, filter(is_left_out, names))
-    if not added_weights:
-        return
-    save_file(added_weights, folder / UNTRAINED, metadata={"format": "pt"})
-    single_file = folder / SAFE_WEIGHTS_NAME
-    if single_file.exists():  # transformers would read this file alone
-        single_file.rename(folder / TRAINED)
-        file_of_weight = dict.fromkeys(file_of_weight, TRAINED)
-    file_of_weight |= dict.fromkeys(added_weights, UNTRAINED)
-    total_size = sum(file.stat().st_size for file in weight_files(str(folder)))
-    index = {"metadata": {"total_size": total_size}, "weight_map": file_of_weight}
-    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
-
-
-def _read_weights(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """The weights of these names in a safetensors file."""
-    with safe_open(file, "pt") as tensors:
-        return {name: tensors.get_tensor(name) for name in names}
-
-
-def _names_in(file: Path) -> list[str]:
-    """The names of the weights in a safetensors file."""
-    with safe_open(file, "pt") as tensors:
-        return list(tensors.keys())
 
 
 def _write_adapter(model: PreTrainedModel, state: dict[str, Tensor], folder: Path) -> None:
