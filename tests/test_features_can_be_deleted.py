@@ -94,6 +94,17 @@ def test_the_loops_tests_pass_in_a_copy(whole):
     assert whole["tests"] == 0, whole["said"]
 
 
+# each takes ten seconds: only a release deletes these
+SELDOM_CHANGED = ("averages", "cuda_graphs", "muon", "ptx", "push_to_hub", "replay", "sleep")
+
+
+def marks_of(feature):
+    """The marks of the test that deletes a feature."""
+    if feature in SELDOM_CHANGED:
+        return [pytest.mark.release]
+    return []
+
+
 @pytest.mark.parametrize(
     "chosen",
     [
@@ -101,7 +112,10 @@ def test_the_loops_tests_pass_in_a_copy(whole):
         pytest.param(ALL, id="all tests", marks=pytest.mark.release),
     ],
 )
-@pytest.mark.parametrize("feature", [name for name in FEATURES if name not in NOT_YET])
+@pytest.mark.parametrize(
+    "feature",
+    [pytest.param(name, marks=marks_of(name)) for name in FEATURES if name not in NOT_YET],
+)
 def test_the_rest_works_without_it(worker, whole, feature, chosen):
     result = worker.result(feature, chosen)
     assert result["digest"] == whole["digest"], result["said"]

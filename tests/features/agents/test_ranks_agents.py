@@ -77,6 +77,7 @@ def assert_same(run, other):
                     np.testing.assert_allclose(other_row[key], value, 1e-2, atol, err_msg=key)
 
 
+@pytest.mark.release
 def test_the_numbers_do_not_depend_on_the_layout(run_of):
     assert_same(run_of("one"), run_of("rounds"))
 
