@@ -46,6 +46,7 @@ class ModelReply:
     malformed: str = ""  # why the first call that cannot be read cannot; for the model
     said: str = ""  # the text before its first call, with thoughts
     called: str = ""  # the rest of the text
+    stop_text: str = ""  # that ended the reply, and is in none of these
 
     @property
     def message(self) -> Message:
@@ -70,20 +71,24 @@ def reply_of_tokens(
 ) -> ModelReply:
     """What the tokens of a turn are; no special token is in `text` and `content`. It ends before
     the first text of `stop`. The other arguments are those of `reply_of_text`."""
-    written, _ = without_final(tokenizer, _before(decoded(tokenizer, ids), stop))
+    before, stop_text = _divided_at_stop(decoded(tokenizer, ids), stop)
+    written, _ = without_final(tokenizer, before)
     reply = reply_of_text(tokenizer, written, tools, is_opened)
-    plain = str(tokenizer.decode(list(ids), skip_special_tokens=True))
-    text, _ = without_final(tokenizer, _before(plain, stop))
+    before, _ = _divided_at_stop(str(tokenizer.decode(list(ids), skip_special_tokens=True)), stop)
+    text, _ = without_final(tokenizer, before)
     content = text
     if reply.content != written:
         content = without_special(tokenizer, reply.content)
-    return replace(reply, text=text, content=content)
+    return replace(reply, text=text, content=content, stop_text=stop_text)
 
 
-def _before(text: str, stop: Sequence[str]) -> str:
-    """The text up to the first of the texts `stop`."""
-    starts = [text.index(each) for each in stop if each in text]
-    return text[: min(starts, default=len(text))]
+def _divided_at_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
+    """The text up to the first of the texts `stop`, and that one; "" if none is in it."""
+    contained = [each for each in stop if each in text]
+    if not contained:
+        return text, ""
+    first = min(contained, key=text.index)
+    return text[: text.index(first)], first
 
 
 def reply_of_text(

@@ -6,7 +6,7 @@ The front, which imports no large library, imports this module.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,7 +83,7 @@ class CallRequest:
     streams_usage: bool = False
     wants_logprobs: bool = False
     wants_ids: bool = False
-    # settings of sampling that are not those of the run -> (asked for, the run's)
+    # settings that are not those of the run -> (asked for, the run's)
     replaced: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
     @property
@@ -109,6 +109,7 @@ def read_request(body: bytes, is_chat: bool, sampling: Mapping[str, Any]) -> Cal
     prompt: Prompt
     if is_chat:
         tools = _tools(fields)
+        _check_tool_choice(fields.get("tool_choice", "auto"), tools)
         prompt = ChatPrompt(chat_messages(fields.get("messages")), tools)
     else:
         prompt = _plain_prompt(fields.get("prompt"))
@@ -178,13 +179,6 @@ def _refuse_fields(fields: Mapping[str, Any]) -> None:
 
 def _tools(fields: Mapping[str, Any]) -> tuple[Any, ...]:
     """The tools of a chat request, each with a function."""
-    choice = fields.get("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        raise RequestError(
-            f"tool_choice {_excerpt(choice)} is not offered: {_NO_CONSTRAINTS};"
-            " use 'auto' or 'none'",
-            "tool_choice",
-        )
     tools = _field_value(fields, "tools", list) or []
     for index, tool in enumerate(tools):
         function = _function_in(tool)
@@ -197,6 +191,21 @@ def _tools(fields: Mapping[str, Any]) -> tuple[Any, ...]:
         if not isinstance(function.get("parameters", {}), dict | None):
             raise RequestError("expected a JSON schema", f"tools[{index}].function.parameters")
     return tuple(tools)
+
+
+def _check_tool_choice(choice: Any, tools: Sequence[Any]) -> None:
+    """Refuse a choice that names none of the tools. `required` and a named tool are replaced by
+    `auto` (`_replaced`): some clients ask for them by default, and the agent's reward teaches the
+    model to call."""
+    if choice in ("auto", "none", "required"):
+        return
+    named = _function_in(choice)
+    if named is None or named["name"] not in [tool["function"]["name"] for tool in tools]:
+        raise RequestError(
+            f"tool_choice is {_excerpt(choice)}; expected 'auto', 'none', 'required' or one of the"
+            " tools",
+            "tool_choice",
+        )
 
 
 def _function_in(value: Any) -> dict[str, Any] | None:
@@ -278,6 +287,9 @@ def _replaced(fields: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[st
         used = sampling.get(name, neutral)
         if asked != used:
             replaced[name] = (asked, used)
+    choice = fields.get("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        replaced["tool_choice"] = (choice, "auto")
     return replaced
 
 

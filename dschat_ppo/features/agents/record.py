@@ -113,14 +113,15 @@ class ModelCall:
     message: Message = field(default_factory=dict)  # the reply
     finish_reason: str = ""  # for the program
     stop_reason: int = 0  # a `FinishReason`
-    known: Prompt | None = None  # the prompt with the reply, as it was sent; None while it runs
+    # The prompt with the reply, as programs send it back; () while it runs.
+    known: tuple[Prompt, ...] = ()
     is_taken: bool = False  # whether the program has got the reply
     is_awaited: bool = True  # whether a request of the program waits for it
 
     @property
     def runs(self) -> bool:
         """Whether the model has not ended its reply."""
-        return self.known is None
+        return not self.known
 
     @property
     def ids(self) -> list[int]:
@@ -160,12 +161,13 @@ class EpisodeTree:
         new_ids = None
         is_rerendered = False
         if node is not None:
-            assert node.known is not None
+            known = _known_start(node, prompt)
+            assert known is not None
             node.is_taken = True  # the program has sent its reply back
             if isinstance(prompt, TokenPrompt):
                 new_ids = list(prompt.ids[len(node.ids) :])
             else:
-                new_ids = self.tokens.of_new_part(node.known, prompt, node.reply_ids[-1])
+                new_ids = self.tokens.of_new_part(known, prompt, node.reply_ids[-1])
             is_rerendered = new_ids is None
         if node is not None and new_ids is not None:
             prompt_ids = [*node.ids, *new_ids]
@@ -226,13 +228,21 @@ class EpisodeTree:
         return min(calls, key=lambda call: (call.is_awaited, call.index), default=None)
 
     def end(
-        self, call: ModelCall, ids: Sequence[int], logprobs: Sequence[float], known: Prompt
+        self,
+        call: ModelCall,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        known: Prompt,
+        stop_text: str = "",
     ) -> None:
         """The model has written `ids`, at least one. `known`: the prompt with the reply as it is
-        sent."""
+        sent, which ends before `stop_text`. The ids hold that text, so a program may send the reply
+        back with it."""
         call.reply_ids = list(ids)
         call.logprobs = list(logprobs)
-        call.known = known
+        call.known = (known,)
+        if stop_text:
+            call.known = (_with_stop_text(known, stop_text), known)
 
     def rows(self) -> list[ContextRow]:
         """The contexts of the episode's row, in order; without a last reply that the program did
@@ -249,7 +259,7 @@ class EpisodeTree:
         """The longest conversation with which that of the prompt begins. Of equal ones, one whose
         reply was taken, then one that is the end of its context, then the first."""
         nodes = [call for call in self.calls if call.context.is_trained and not call.runs]
-        matches = [call for call in nodes if _begins(call, prompt)]
+        matches = [call for call in nodes if _known_start(call, prompt) is not None]
         return max(
             matches,
             key=lambda call: (
@@ -349,23 +359,42 @@ def _at_most(asked: int | None, room: int) -> int:
     return min(asked, room)
 
 
-def _begins(call: ModelCall, prompt: Prompt) -> bool:
-    """Whether the conversation of a prompt begins with that of a call and its reply."""
-    known = call.known
-    if isinstance(prompt, TokenPrompt):
-        return list(prompt.ids[: len(call.ids)]) == call.ids
-    if isinstance(prompt, TextPrompt):
-        return isinstance(known, TextPrompt) and prompt.text.startswith(known.text)
-    if not isinstance(known, ChatPrompt) or len(known.messages) > len(prompt.messages):
-        return False
-    if known.tools != prompt.tools:
+def _with_stop_text(known: Prompt, stop_text: str) -> Prompt:
+    """A prompt with a reply, in which the stop text that ended the reply follows it."""
+    if isinstance(known, TextPrompt):
+        return TextPrompt(known.text + stop_text)
+    if isinstance(known, ChatPrompt):
+        *messages, reply = known.messages
+        reply = {**reply, "content": reply["content"] + stop_text}
+        return ChatPrompt((*messages, reply), known.tools)
+    return known
+
+
+def _known_start(call: ModelCall, prompt: Prompt) -> Prompt | None:
+    """The conversation of a call and its reply, in the form with which a prompt begins; None if it
+    begins otherwise."""
+    for known in call.known:
+        if isinstance(prompt, TokenPrompt):
+            begins = list(prompt.ids[: len(call.ids)]) == call.ids
+        elif isinstance(prompt, TextPrompt):
+            begins = isinstance(known, TextPrompt) and prompt.text.startswith(known.text)
+        else:
+            begins = isinstance(known, ChatPrompt) and _is_start(known, prompt)
+        if begins:
+            return known
+    return None
+
+
+def _is_start(known: ChatPrompt, prompt: ChatPrompt) -> bool:
+    """Whether a conversation begins with a known one."""
+    if len(known.messages) > len(prompt.messages) or known.tools != prompt.tools:
         return False
     return all(map(_is_same, known.messages, prompt.messages))
 
 
 def _known_length(call: ModelCall, prompt: Prompt) -> int:
     """How much of a prompt the conversation of a call is: of its tokens, characters or messages."""
-    known = call.known
+    known = _known_start(call, prompt)
     if isinstance(known, TextPrompt) and isinstance(prompt, TextPrompt):
         return len(known.text)
     if isinstance(known, ChatPrompt) and isinstance(prompt, ChatPrompt):

@@ -24,7 +24,7 @@ from dschat_ppo.common.logging import print_line
 from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.data.examples import Row
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, printable_line
 from dschat_ppo.features.agents.checkpoint_folders import JOURNAL
 from dschat_ppo.features.agents.flags import AgentFlags, agent_files
 from dschat_ppo.features.agents.front_link import Front
@@ -291,8 +291,8 @@ class AgentRollouts:
             if name not in self._told and dist.is_main():
                 self._told.add(name)
                 print_line(
-                    f"note: an agent asked for {name} {asked}; the run's {used} is used (said once;"
-                    " see agent/replaced_settings)"
+                    f"note: an agent asked for {name} {printable_line(str(asked))[:80]}, but gets"
+                    f" {used} (said once; see agent/replaced_settings)"
                 )
 
     def _end_if_all_failed(self, episodes: Sequence[PlayedEpisode], cancelled: bool) -> None:

@@ -390,7 +390,7 @@ class AgentTurns:
         call.message = message
         call.finish_reason = finish_reason
         call.stop_reason = ended.reason
-        episode.tree.end(call, ended.ids, ended.logprobs, known)
+        episode.tree.end(call, ended.ids, ended.logprobs, known, read.stop_text)
         for request_number, asked in list(self._asked.items()):
             if asked.call is call:
                 self._send(request_number)

@@ -23,10 +23,10 @@ def smolagents(base_url, api_key):
 
 
 def smolagents_tools(base_url, api_key):
-    """An agent that calls tools. By default its requests say `tool_choice="required"`."""
+    """An agent that calls tools. Its requests say `tool_choice="required"`."""
     from smolagents import OpenAIModel, ToolCallingAgent
 
-    model = OpenAIModel(model_id="policy", api_base=base_url, api_key=api_key, tool_choice="auto")
+    model = OpenAIModel(model_id="policy", api_base=base_url, api_key=api_key)
     agent = ToolCallingAgent(tools=[], model=model, verbosity_level=0)
     return float(agent.run("Where?") == "nothing")
 

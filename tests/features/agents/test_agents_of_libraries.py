@@ -61,8 +61,7 @@ def episode_of(case):
 @pytest.mark.parametrize(
     ("case", "library", "contexts"),
     [
-        # it puts the stop text behind the reply that ended before it, which is another message
-        ("smolagents", "smolagents", 2),
+        ("smolagents", "smolagents", 1),  # it puts the stop text behind the reply that it ended
         ("smolagents_tools", "smolagents", 2),  # it writes calls of tools as text
         ("langchain_openai", "langchain_openai", 1),
         ("minisweagent", "minisweagent", 1),
@@ -77,6 +76,7 @@ def test_an_unmodified_agent_plays_an_episode(tmp_path, monkeypatch, case, libra
     episode = episode_of(case)
     assert (episode.problem, episode.result) == ("", AgentResult(1.0))
     assert episode.counts["refused_calls"] == episode.counts["malformed_calls"] == 0
+    assert episode.counts["replaced_settings"] == 2 * (case == "smolagents_tools")
     assert len(episode.trained_calls) == 2
     rows = episode.tree.rows()
     assert len(rows) == contexts

@@ -47,12 +47,14 @@ def chat(*messages, tools=()):
     return ChatPrompt(tuple(map(chat_message, messages)), tools)
 
 
-def answer(tree, call, text, ends=True, taken=True):
-    """End a call with a text, and return the message."""
+def answer(tree, call, text, ends=True, taken=True, stop=""):
+    """End a call with a text, or with that and a stop text, and return the message."""
     tokenizer = tree.tokens.tokenizer
     ids = sampled_ids(tokenizer, text, ends)
     message = sent_message(tokenizer, call.prompt.tools, call, ids)
-    tree.end(call, ids, [-1.0] * len(ids), replace_known(call, message))
+    if stop:
+        ids = sampled_ids(tokenizer, text + stop, ends=False)
+    tree.end(call, ids, [-1.0] * len(ids), replace_known(call, message), stop)
     call.is_taken = taken
     return message
 
@@ -252,6 +254,27 @@ def test_a_call_without_thoughts_goes_on_from_the_reply_that_had_some():
     assert foreign.prompt_ids[: len(first.ids)] != first.ids
 
 
+def test_a_reply_may_come_back_with_the_stop_text_that_ended_it():
+    tree, tokenizer, _ = tree_of()
+    first = tree.begin(chat(user("Where?")))
+    message = answer(tree, first, "I <look>", stop="</look>")
+    whole = {**message, "content": "I <look></look>"}
+    second = tree.begin(chat(user("Where?"), whole, user("Why?")))
+    assert second.context is first.context
+    assert decoded(tokenizer, second.prompt_ids).endswith(
+        "I <look></look><|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    answer(tree, second, "So.")
+    # this one ended by itself, so another text behind it is none of the model's
+    added = {"role": "assistant", "content": "So.</look>"}
+    third = tree.begin(chat(user("Where?"), whole, user("Why?"), added, user("How?")))
+    assert third.context is not first.context
+    without = tree.begin(chat(user("Where?"), message, user("Why?")))
+    assert without.prompt_ids == second.prompt_ids
+    other = tree.begin(chat(user("Where?"), {**message, "content": "I <look></L>"}, user("Why?")))
+    assert other.prompt_ids[: len(first.ids)] != first.ids
+
+
 def test_other_arguments_or_tools_are_another_conversation():
     tree, tokenizer, tools = tree_of("tools")
     ask = user("Where?")
@@ -409,6 +432,16 @@ def test_plain_prompts_go_on_from_texts_and_ids():
     assert other.context is not first.context and other.prompt_ids == [1, 2, 3]
     branch = tree.begin(TextPrompt("Where is the lamp? No."))
     assert branch.prompt_ids[: len(first.ids)] == first.ids and branch.context is not first.context
+
+
+def test_a_plain_prompt_may_hold_the_stop_text_of_a_reply():
+    tree, tokenizer, _ = tree_of()
+    first = tree.begin(TextPrompt("Think:"))
+    ids = sampled_ids(tokenizer, " I look.\nSeen:", ends=False)
+    tree.end(first, ids, [-1.0] * len(ids), TextPrompt("Think: I look."), "\nSeen:")
+    call = tree.begin(TextPrompt("Think: I look.\nSeen: a hall."))
+    assert call.context is first.context
+    assert decoded(tokenizer, call.prompt_ids) == "Think: I look.\nSeen: a hall."
 
 
 def test_limits_name_their_flags():

@@ -147,8 +147,8 @@ def test_a_limit_of_tokens_and_what_may_call():
         ({"messages": [{"role": "assistant", "function_call": {"name": "a"}}]}, "messages[0]"),
         ({"tools": [{"type": "custom"}]}, "tools[0]"),
         ({"tools": "all"}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": LOOK}, "tool_choice"),
+        ({"tool_choice": "all"}, "tool_choice"),
+        ({"tool_choice": LOOK}, "tool_choice"),  # which is not among its tools
         ({"n": 2}, "n"),
         ({"best_of": 3}, "best_of"),
         ({"logit_bias": {"3": 1}}, "logit_bias"),
@@ -233,6 +233,14 @@ def test_settings_of_the_run_replace_those_of_a_request():
         "seed": (3, None),
         "frequency_penalty": (0.5, 0.0),
     }
+
+
+def test_a_tool_that_must_be_called_is_one_that_may():
+    named = {"type": "function", "function": {"name": LOOK["function"]["name"]}}
+    for choice in ("required", named):
+        request = chat_request(tools=[LOOK], tool_choice=choice)
+        assert request.may_call and request.replaced == {"tool_choice": (choice, "auto")}
+    assert chat_request(tools=[LOOK], tool_choice="none").replaced == {}
 
 
 def test_texts_are_such_as_utf8_can_write():
