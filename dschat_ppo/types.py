@@ -69,6 +69,8 @@ class PromptBatch:
 
     prompt_ids: Tensor  # (B, P) int64, left-padded
     prompt_mask: Tensor  # (B, P) bool, True on prompt tokens
+    # columns of features, by name (`FEATURE_COLUMNS`), which the responses get too
+    extra: dict[str, Tensor] = field(default_factory=dict, kw_only=True)
 
 
 class FinishReason(IntEnum):
@@ -81,11 +83,13 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True)
 class MinimumLength:
-    """Tokens that end a response (`ids`) and cannot be drawn before it has `minimum` tokens: until
-    then the policy is the distribution over the other tokens, in sampling, scoring and training."""
+    """Tokens that end a response (`ids`) and cannot be drawn before it has `minimum` tokens, and
+    tokens that cannot be drawn at all (`banned`). The policy is the distribution over the others,
+    in sampling, scoring and training."""
 
     ids: tuple[int, ...]
     minimum: int
+    banned: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -193,9 +193,12 @@ def collate_sft(
 
 
 def collate_prompts(
-    rows: Dataset | Sequence[dict[str, Any]], indices: Sequence[int], pad_id: int
+    rows: Dataset | Sequence[dict[str, Any]],
+    indices: Sequence[int],
+    pad_id: int,
+    extra: dict[str, Tensor] | None = None,
 ) -> PromptBatch:
-    """Left-padded prompts."""
+    """Left-padded prompts. `extra`: columns of features of these; None: none."""
     reversed_ids, lengths = right_padded([rows[i]["prompt_ids"][::-1] for i in indices], pad_id)
     reversed_mask = torch.arange(reversed_ids.shape[1]) < lengths.unsqueeze(1)
-    return PromptBatch(reversed_ids.flip(1), reversed_mask.flip(1))
+    return PromptBatch(reversed_ids.flip(1), reversed_mask.flip(1), extra=extra or {})

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from dschat_ppo.common import dist
 from dschat_ppo.engine.build_engine import whole_weights
+from dschat_ppo.models.given_embeddings import GivenSource
 from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.types import Engine
 
@@ -121,6 +122,15 @@ class HybridEngine:
         if isinstance(module, PolicyModel):
             return module.lm
         return module
+
+    @property
+    def given_source(self) -> GivenSource | None:
+        """What the model gets in place of the embeddings of some ids of its prompts; None: of
+        none."""
+        module = self.engine.module
+        if isinstance(module, PolicyModel):
+            return module.given_source
+        return None
 
     @property
     def max_over_ranks(self) -> Callable[[int], int] | None:

@@ -3,15 +3,24 @@ of an image."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from datasets import Dataset
 from torch import Tensor
+
+from dschat_ppo.types import PromptBatch, Rollout
 
 
 class GivenEmbeddings(Protocol):
     """Of rows of token ids (B, T), right-padded."""
+
+    @property
+    def offsets(self) -> Tensor | None:
+        """(B,) int64: the position of a token after all that is given in a row is its column plus
+        this; None: its column."""
+        ...
 
     def to(self, device: torch.device) -> GivenEmbeddings:
         """The same on another device."""
@@ -36,17 +45,47 @@ class GivenEmbeddings(Protocol):
         ...
 
 
+# (indices (n,) of prompts of a batch, width) -> what is given for these prompts, laid out from
+# column 0 on, in the first `width` columns; None: nothing
+GivenPrompts = Callable[[Sequence[int], int], GivenEmbeddings | None]
+
+
 class GivenSource(Protocol):
     """Where what is given comes from."""
 
     # columns of token rows that, beside the ids, say what is given
     columns: tuple[str, ...]
 
+    @property
+    def banned_ids(self) -> tuple[int, ...]:
+        """Ids that stand for what is given, which a policy that samples never draws."""
+        ...
+
     def for_rows(
         self, records: Sequence[dict[str, Any]], input_ids: Tensor
     ) -> GivenEmbeddings | None:
         """What is given for token rows `records`, whose ids are `input_ids` (B, T), on the device
         of the model; None: nothing."""
+        ...
+
+    def number_prompts(self, prompts: Dataset) -> None:
+        """Give the rows of a data set of prompts their numbers, which follow those of the data sets
+        before it. All ranks do so in one order, the data set of training first: its numbers are in
+        checkpoints. A data set that has numbers keeps them."""
+        ...
+
+    def prompt_columns(self, prompts: Dataset, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Columns of features (`FEATURE_COLUMNS`) of the prompts at `indices`, in which the
+        methods below find what is given for them; `number_prompts` numbers the data set."""
+        ...
+
+    def for_prompts(self, prompts: PromptBatch) -> GivenPrompts:
+        """What is given for prompts that have these columns. It is made when it is asked for."""
+        ...
+
+    def for_rollout(self, rows: Rollout) -> GivenEmbeddings | None:
+        """What is given for the `full_sequences` of rows that have these columns, on the device of
+        the model; of the contexts of a row, for the first alone. None: nothing."""
         ...
 
     def for_probe(self, input_ids: Tensor) -> tuple[Tensor, GivenEmbeddings]:

@@ -55,6 +55,7 @@ from dschat_ppo.run.run_models import (
     check_further_models,
     check_language_model,
     check_same_tokens,
+    data_of_model,
 )
 from dschat_ppo.run.session import Session, begin_run, end_dry_run, naming, open_session
 from dschat_ppo.run.start_and_end import log_samples, show_plan
@@ -207,7 +208,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     check_stop_ids(config.ppo.stop_token_ids, tokenizer)
 
     announce("prepare data")
-    rows = _tokenised_prompts(config, tokenizer)
+    rows = _tokenised_prompts(config, folders.actor, tokenizer)
     _check_use_of_rows(config, functions, rows)
     plan = plan_ppo(
         config.ppo,
@@ -241,10 +242,13 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     return BegunPPO(output, folders, data, plan, session, started)
 
 
-def _tokenised_prompts(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
-    """The prompts as tokens; logs the first of them."""
+def _tokenised_prompts(
+    config: PPOConfig, folder: str, tokenizer: PreTrainedTokenizerBase
+) -> TokenRows:
+    """The prompts as tokens of the actor in `folder`; logs the first of them."""
     tools = described_tools(config, tokenizer, config.ppo.max_prompt_seq_len)
-    rows = prepare(replace(config.step_data, tools=tools), tokenizer)
+    data = data_of_model(config, folder, tokenizer)
+    rows = prepare(replace(data, tools=tools), tokenizer)
     if config.validation.eval_data_path and rows.eval is None:
         raise UserError(
             "--eval_data_path: no prompt is within --max_prompt_seq_len; raise it or use"

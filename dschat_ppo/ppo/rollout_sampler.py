@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.ppo_flags import PPOFlags
-from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.engine.hybrid_engine import Division, HybridEngine
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.ppo.generation_settings import generation_config
@@ -24,6 +23,7 @@ from dschat_ppo.ppo.rollouts import (
     any_observes,
     extended,
     own_rollouts,
+    prompt_batch,
 )
 from dschat_ppo.rollout.cache_memory import rows_for_memory
 from dschat_ppo.rollout.continuous_batching import never
@@ -60,7 +60,10 @@ class ActorGeneration:
                 length = batch.prompt_ids.shape[1] + config.stopping.max_new_tokens
                 fewest = -max_over_ranks(-rows_for_memory(model, length))
                 config = replace(config, rows=fewest)
-            request = RolloutRequest(batch, seeds.to(device))
+            given_prompts = None
+            if self.hybrid.given_source is not None:
+                given_prompts = self.hybrid.given_source.for_prompts(batch)
+            request = RolloutRequest(batch, seeds.to(device), given=given_prompts)
             return generate(
                 model, request, config, max_over_ranks, cancelled, self.recorder, partner
             )
@@ -88,6 +91,7 @@ class RolloutSampler:
         config: how responses to them are generated.
         pad_id: any id; padding is masked.
         generate: generation with the weights of the actor.
+        given_source: of what the actor gets in place of the embeddings of some ids; or None.
         engine_text: the generation engine, for the log.
         sample_rollout: gives the responses of a task; features wrap it.
     """
@@ -120,6 +124,9 @@ class RolloutSampler:
         self.device = dist.device()
         self.recorder = new_recorder()
         self.generate = ActorGeneration(hybrid, self.recorder)
+        self.given_source = hybrid.given_source
+        if self.given_source is not None:
+            self.given_source.number_prompts(prompts)
         config = generation_config(flags, tokenizer, hybrid.model)
         if len(config.stopping.eos_ids) > 1:
             names = ", ".join(
@@ -140,7 +147,7 @@ class RolloutSampler:
                 has_partner=any_observes(extensions),
             )
             self.engine_text = engine_text(model, self.config, hybrid.max_over_ranks)
-        sample = own_rollouts(self.generate, self.pad_id)
+        sample = own_rollouts(self.generate, self.pad_id, self.given_source)
         if hybrid.division is not None:
             sample = partial(self._sample_together, hybrid.division)
         self.sample_rollout = extended(sample, self.generate, extensions)
@@ -192,7 +199,7 @@ class RolloutSampler:
         of_ranks = dist.gather_objects((task.indices, task.seeds), division.group)
         group_indices = [index for rank_indices, _ in of_ranks for index in rank_indices]
         group_seeds = torch.cat([rank_seeds for _, rank_seeds in of_ranks])
-        batch = collate_prompts(task.prompts, group_indices, self.pad_id)
+        batch = prompt_batch(task.prompts, group_indices, self.pad_id, self.given_source)
         rollout = self.generate(batch, group_seeds, task.config, task.cancelled)
         rows = torch.arange(len(task.indices) * task.config.samples, device=self.device)
         return select_rows(rollout, division.rank * len(rows) + rows)

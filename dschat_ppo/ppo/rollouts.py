@@ -21,6 +21,7 @@ from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.data.examples import Row
 from dschat_ppo.features import hooks
+from dschat_ppo.models.given_embeddings import GivenSource
 from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.rewards.reward_source import RewardSource
 from dschat_ppo.rollout.continuous_batching import never
@@ -93,11 +94,25 @@ def no_effect() -> None:
     """For an extension that has nothing to close."""
 
 
-def own_rollouts(generate: Generate, pad_id: int) -> SampleRollout:
-    """The model's own responses: one generation for each prompt and sample. `pad_id`: any id."""
+def prompt_batch(
+    prompts: Dataset, indices: Sequence[int], pad_id: int, source: GivenSource | None
+) -> PromptBatch:
+    """The prompts at `indices`, with columns by which `source` finds what is given for them.
+    `pad_id`: any id."""
+    extra = None
+    if source is not None:
+        extra = source.prompt_columns(prompts, indices)
+    return collate_prompts(prompts, indices, pad_id, extra)
+
+
+def own_rollouts(
+    generate: Generate, pad_id: int, source: GivenSource | None = None
+) -> SampleRollout:
+    """The model's own responses: one generation for each prompt and sample. `pad_id`: any id.
+    `source`: of what the model gets in place of the embeddings of some ids."""
 
     def sample(task: RolloutTask) -> Rollout:
-        batch = collate_prompts(task.prompts, task.indices, pad_id)
+        batch = prompt_batch(task.prompts, task.indices, pad_id, source)
         return generate(batch, task.seeds, task.config, task.cancelled)
 
     return sample

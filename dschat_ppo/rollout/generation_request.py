@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from dschat_ppo.models.given_embeddings import GivenPrompts
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.types import PromptBatch
 
@@ -51,6 +52,8 @@ class RolloutRequest:
         drawn: (A,) int64, how many tokens were drawn with each seed before; None: none.
         stop_strings: A tuples of texts that end a response besides those of the configuration;
             None: no others.
+        given: what the model gets for the prompts in place of the embeddings of some ids; None: of
+            none.
     """
 
     prompts: PromptBatch
@@ -58,6 +61,7 @@ class RolloutRequest:
     limits: Tensor | None = None
     drawn: Tensor | None = None
     stop_strings: Sequence[tuple[str, ...]] | None = None
+    given: GivenPrompts | None = None
 
     @property
     def on_gpu(self) -> bool:

@@ -327,6 +327,7 @@ class SequenceBuffers:
             rollout_logprobs=torch.where(mask, self.logprobs[rows, : mask.shape[1]], 0.0),
             finish_reason=self.finish_reasons[rows].clone(),
             episode_lengths=episode_lengths,
+            extra=prompts.extra,
         )
 
 

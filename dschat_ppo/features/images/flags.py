@@ -1,4 +1,4 @@
-"""Flags of prompts with images, of steps 1 and 2."""
+"""Flags of prompts with images."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ImageFlags:
         return parse_options(self.image_options)
 
 
-FLAGS = dict.fromkeys(("sft", "reward"), ImageFlags)
+FLAGS = dict.fromkeys(("sft", "reward", "ppo"), ImageFlags)
 NOTES = FlagNotes(
     their_names={"image_column": "image_key", "image_folder": "media_dir"},
     harmless=("image_cache_gb",),

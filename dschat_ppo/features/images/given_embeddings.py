@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.config.supervised_config import FitConfig
+from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.features.images.flags import ImageFlags
-from dschat_ppo.features.images.step_data import MODEL, processor_of
+from dschat_ppo.features.images.step_data import model_flag, processor_of
 from dschat_ppo.features.images.tower import load_tower, sees_images
 from dschat_ppo.models.loading import DTYPES, load_config
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def source_of(
-    config: FitConfig, folder: str, tokenizer: PreTrainedTokenizerBase, device: torch.device
+    config: StepConfig, folder: str, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> ImageStore | None:
     """The images of a run, with the tower of the model in `folder`; None if it sees none."""
-    model_config = load_config(folder, MODEL)
+    model_config = load_config(folder, model_flag(config))
     if not sees_images(model_config):
         return None
     # not at the top: it imports Pillow

@@ -10,14 +10,18 @@ from threading import Lock
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 
 from dschat_ppo.errors import UserError
+from dschat_ppo.features.images.columns import ROW_OF_IMAGES
 from dschat_ppo.features.images.content import IMAGES, SPANS
 from dschat_ppo.features.images.inputs import ImageInputs
 from dschat_ppo.features.images.processors import ImageProcessor, decoded_image
 from dschat_ppo.features.images.references import ImageFile
 from dschat_ppo.features.images.tower import ImageFeatures, ImageTower, joined_features
+from dschat_ppo.models.given_embeddings import GivenPrompts
+from dschat_ppo.types import PromptBatch, Rollout, full_sequences, row_sequences
 
 _PROBE_COLUMNS = (1, 2, 3, 4)  # of a probe, that stand for an image
 
@@ -47,7 +51,13 @@ class ImageStore:
         self._kept: OrderedDict[tuple[str, ...], RowFeatures] = OrderedDict()  # oldest use first
         self._kept_bytes = 0
         self._lock = Lock()
+        self._prompts = list[Dataset]()  # data sets of prompts, in the order of their numbers
         self.tower_calls = 0
+
+    @property
+    def banned_ids(self) -> tuple[int, ...]:
+        """The ids of the model that stand for images, video and sound."""
+        return self._processor.placeholder_ids
 
     def for_rows(
         self, records: Sequence[Mapping[str, Any]], input_ids: Tensor
@@ -55,10 +65,11 @@ class ImageStore:
         """The images of token rows, whose ids are `input_ids` (B, T); None if none has any."""
         if not any(record.get(IMAGES) for record in records):
             return None
+        input_ids = input_ids.cpu()
         index = torch.full_like(input_ids, -1)
         columns = torch.arange(input_ids.shape[1])
         positions = columns.expand(3, *input_ids.shape).clone()
-        has_axes = False
+        offsets = torch.zeros(len(records), dtype=torch.int64)
         distinct = dict[tuple[str, ...], RowFeatures]()
         begins = dict[tuple[str, ...], int]()  # of these among the features of all
         tokens = 0
@@ -83,10 +94,74 @@ class ImageStore:
             axes = self._tower.positions(input_ids[row], is_image, row_features.grid)
             if axes is not None:
                 positions[:, row] = axes
-                has_axes = True
+                offsets[row] = axes[0, -1] + 1 - len(columns)  # all columns after the images agree
         joined = joined_features([row_features.features for row_features in distinct.values()])
-        inputs = ImageInputs(joined, index, positions if has_axes else None)
+        inputs = ImageInputs(joined, index)
+        if self._tower.has_axes:
+            inputs = ImageInputs(joined, index, positions, offsets)
         return inputs.to(self._tower.device)
+
+    def number_prompts(self, prompts: Dataset) -> None:
+        """Give the rows of a data set of prompts their numbers, after those that have some."""
+        if all(numbered is not prompts for numbered in self._prompts):
+            self._prompts.append(prompts)
+
+    def prompt_columns(self, prompts: Dataset, indices: Sequence[int]) -> dict[str, Tensor]:
+        """The numbers of the prompts at `indices`, -1 for those without an image."""
+        if IMAGES not in prompts.column_names:
+            return {ROW_OF_IMAGES: torch.full((len(indices),), -1)}
+        self.number_prompts(prompts)
+        first = 0
+        for numbered in self._prompts:
+            if numbered is prompts:
+                break
+            first += len(numbered)
+        numbers = [first + index if prompts[index][IMAGES] else -1 for index in indices]
+        return {ROW_OF_IMAGES: torch.tensor(numbers, dtype=torch.int64)}
+
+    def _record(self, number: int) -> dict[str, Any]:
+        """The token row with this number; of -1 one without images."""
+        if number < 0:
+            return {}
+        for prompts in self._prompts:
+            if number < len(prompts):
+                record: dict[str, Any] = prompts[number]
+                return record
+            number -= len(prompts)
+        raise IndexError(f"no prompt has the number {number} after those of all data sets")
+
+    def for_prompts(self, prompts: PromptBatch) -> GivenPrompts:
+        """The images of prompts; the tower runs when they are asked for."""
+        numbers = prompts.extra[ROW_OF_IMAGES].tolist()
+        lengths = prompts.prompt_mask.sum(dim=1)
+        rows = prompts.prompt_ids.cpu()
+
+        def given(indices: Sequence[int], width: int) -> ImageInputs | None:
+            """The images of the prompts at `indices`, in the first `width` columns."""
+            # all columns of a prompt, since a token after the images tells its offset
+            ids = torch.zeros(len(indices), max(width, rows.shape[1]), dtype=torch.int64)
+            records = []
+            for row, index in enumerate(indices):
+                length = int(lengths[index])
+                ids[row, :length] = rows[index, rows.shape[1] - length :]
+                records.append(self._record(numbers[index]))
+            inputs = self.for_rows(records, ids)
+            if inputs is None:
+                return None
+            return inputs.of_rows(torch.arange(len(indices)), width)
+
+        return given
+
+    def for_rollout(self, rows: Rollout) -> ImageInputs | None:
+        """The images of the `full_sequences` of rows; of several contexts, in the first."""
+        sequences = row_sequences(rows)
+        numbers = rows.extra[ROW_OF_IMAGES][sequences.rows]
+        is_first = sequences.starts < rows.prompt_ids.shape[1]
+        numbers = torch.where(is_first, numbers, -1)
+        if not bool((numbers >= 0).any()):
+            return None
+        input_ids, _ = full_sequences(rows)
+        return self.for_rows([self._record(number) for number in numbers.tolist()], input_ids)
 
     def for_probe(self, input_ids: Tensor) -> tuple[Tensor, ImageInputs]:
         """Ids (B, T) with an image of noise, the same in all rows, and its features."""

@@ -28,6 +28,8 @@ class ImageInputs:
     index: Tensor  # (B, T) int64, which of the M tokens stands there; -1 where text does
     # (3, B, T) int64, for models whose positions have three axes; None: the columns
     positions: Tensor | None = None
+    # (B,) int64, what a token after the images adds to its column; None: the positions are columns
+    offsets: Tensor | None = None
 
     def to(self, device: torch.device | str) -> ImageInputs:
         """The same on another device."""
@@ -38,14 +40,22 @@ class ImageInputs:
         positions = self.positions
         if positions is not None:
             positions = positions.to(device)
-        return replace(self, features=features, index=self.index.to(device), positions=positions)
+        offsets = self.offsets
+        if offsets is not None:
+            offsets = offsets.to(device)
+        index = self.index.to(device)
+        return replace(self, features=features, index=index, positions=positions, offsets=offsets)
 
     def of_rows(self, rows: Tensor, width: int) -> ImageInputs:
         """That of some rows, and of their first `width` columns."""
         positions = self.positions
         if positions is not None:
             positions = positions[:, rows, :width]
-        return replace(self, index=self.index[rows, :width], positions=positions)
+        offsets = self.offsets
+        if offsets is not None:
+            offsets = offsets[rows]
+        index = self.index[rows, :width]
+        return replace(self, index=index, positions=positions, offsets=offsets)
 
     def keys(self, input_ids: Tensor) -> Tensor:
         """(B, T) int64: the ids, and below 0 what stands for the tokens of images."""

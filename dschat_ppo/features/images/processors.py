@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 MOST_PIXELS = 1024 * 1024  # of an image as Qwen's models see it, unless a flag says otherwise
 LONGEST_SIDES = 200  # of an image: the longer one over the shorter one
+# settings of configurations that name the ids of placeholders
+_PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 _OF_QWEN = ("qwen2_5_vl", "qwen3_vl")
 
 
@@ -118,6 +120,12 @@ class ImageProcessor:
     def placeholder_id(self) -> int:
         """The id of the tokens of an image in the prompt."""
         return int(self.config.image_token_id)
+
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """The ids of the model that stand for images, video and sound."""
+        ids = [getattr(self.config, name, None) for name in _PLACEHOLDERS]
+        return tuple(dict.fromkeys(placeholder for placeholder in ids if placeholder is not None))
 
     @property
     def identity(self) -> str:

@@ -1,4 +1,4 @@
-"""What steps 1 and 2 read of the data for a model that sees images."""
+"""What a step reads of the data for a model that sees images."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.config.step_config import StepConfig
-from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.data.content_marks import mark_of
 from dschat_ppo.data.templates import render
 from dschat_ppo.errors import UserError, reading
@@ -21,8 +20,17 @@ from dschat_ppo.features.images.tower import sees_images
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.model_folders import base_folder
 
-MODEL = "--model_name_or_path"
+_MODEL = "--model_name_or_path"
 _PROBE = "PROBE7f3a"
+
+
+def model_flag(config: StepConfig) -> str:
+    """The flag of the model whose tokens the data become: that which trains, in step 3 the
+    actor."""
+    if "actor" in config.models:
+        flag, _ = config.models["actor"]
+        return flag
+    return _MODEL
 
 
 def read_by_model(
@@ -30,20 +38,19 @@ def read_by_model(
 ) -> StepData:
     """`data` with images, if the model in `folder` sees them. Prompts are then chat messages, also
     those of text alone, unless --apply_chat_template says otherwise."""
-    if not isinstance(config, FitConfig):
-        return data
-    model_config = load_config(folder, MODEL)
+    model = model_flag(config)
+    model_config = load_config(folder, model)
     flags = config.of(ImageFlags)
     if not sees_images(model_config):
         if flags.image_column is not None:
             raise UserError(
-                f"--image_column {flags.image_column}: {MODEL} {folder}"
+                f"--image_column {flags.image_column}: {model} {folder}"
                 f" ({type(model_config).__name__}) sees no images; omit it, or take another model"
             )
         return data
-    require_extra("PIL", f"{MODEL} {folder} sees images, and")
+    require_extra("PIL", f"{model} {folder} sees images, and")
     if model_config.model_type == "smolvlm":
-        require_extra("num2words", f"{MODEL} {folder}: SmolVLM's processor")
+        require_extra("num2words", f"{model} {folder}: SmolVLM's processor")
     content = images_of_rows(config, data, model_config, folder, tokenizer)
     require_place_for_images(tokenizer, content.processor.placeholder)
     data_flags = data.flags
@@ -54,7 +61,7 @@ def read_by_model(
 
 
 def images_of_rows(
-    config: FitConfig,
+    config: StepConfig,
     data: StepData,
     model_config: PretrainedConfig,
     folder: str,
@@ -76,7 +83,7 @@ def images_of_rows(
 
 
 def processor_of(
-    config: FitConfig,
+    config: StepConfig,
     model_config: PretrainedConfig,
     folder: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -85,7 +92,7 @@ def processor_of(
     from dschat_ppo.features.images.processors import load_processor
 
     flags = config.of(ImageFlags)
-    base = base_folder(folder, MODEL)
+    base = base_folder(folder, model_flag(config))
     return load_processor(model_config, base, tokenizer, flags.options, flags.image_max_pixels)
 
 

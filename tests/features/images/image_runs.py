@@ -61,6 +61,34 @@ def prepared_pairs(vlm: Path, data: Path, *further: str) -> tuple[Any, Any, Any]
     return prepared(vlm, data, *further, step="reward")
 
 
+def prepared_prompts(vlm: Path, data: Path, *further: str) -> tuple[Any, Any, Any]:
+    """(the prompts of step 3 in the order of their file, the configuration, the tokenizer)."""
+    words = flags(vlm, data, *further)
+    words[words.index("--model_name_or_path")] = "--actor_model_name_or_path"
+    words[words.index("1,0,0")] = "0,0,1"
+    words[words.index("--max_seq_len")] = "--max_prompt_seq_len"
+    fraction = words.index("--eval_fraction")
+    del words[fraction : fraction + 2]
+    words += ["--use_reward_model", "False", "--reward_function", "numbers:value"]
+    config: Any = parse("ppo", words)
+    tokenizer = with_template_flags(load_tokenizer(str(vlm), "model"), config.data)
+    data_of_step = read_by_model(config, config.step_data, str(vlm), tokenizer)
+    rows = prepare(data_of_step, tokenizer).at_hand
+    texts = [json.loads(line)["prompt"] for line in data.read_text().splitlines()]
+    pictures = [json.loads(line)["image"] for line in data.read_text().splitlines()]
+    order = sorted(
+        range(len(rows)),
+        key=lambda index: list(zip(texts, pictures, strict=True)).index(_read(rows[index])),
+    )
+    return rows.select(order), config, tokenizer
+
+
+def _read(token_row: dict[str, Any]) -> tuple[Any, Any]:
+    """The text and the pictures of the data row of a token row."""
+    row = json.loads(token_row["row"])
+    return row["prompt"], row["image"]
+
+
 def prepared(vlm: Path, data: Path, *further: str, step: str = "sft") -> tuple[Any, Any, Any]:
     """(the token rows of a data file, the configuration, the tokenizer)."""
     words = flags(vlm, data, *further)
