@@ -33,12 +33,23 @@ FEWEST_ROWS = 4  # of a product on a CPU: MKL adds in another order where there 
 HALF = (torch.float16, torch.bfloat16)
 # `torch.mm(..., out_dtype=...)`, which older versions lack
 FP32_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype")
-# positions (N,) bool, and the tokens that cannot be drawn there
-Forbidden = tuple[Tensor, tuple[int, ...]]
 # logit of a token that cannot be drawn: probability 0, and finite, so that 0 x it is 0
 NEVER = -1e30
 # a logit this far below the largest has probability 0 even in fp64, and 0 x -inf would be NaN
 LOWEST = -1e4
+
+
+@dataclass(frozen=True)
+class Forbidden:
+    """Tokens that cannot be drawn at N positions; the distribution is over the others there."""
+
+    positions: Tensor  # (N,) bool, True where `ids` cannot be drawn
+    ids: tuple[int, ...]
+    always: tuple[int, ...] = ()  # what cannot be drawn at any position
+
+    def at(self, index: Tensor | slice) -> Forbidden:
+        """At some of the positions, in the order of `index`."""
+        return replace(self, positions=self.positions[index])
 
 
 @dataclass(frozen=True)
@@ -127,8 +138,7 @@ def fused_token_scores(
         entropy_grad: compute the gradient of the entropy too, which makes the backward pass slower.
         block_bytes: largest size of one block of fp32 logits, of which up to three exist at a time,
             or in the backward pass of a soft cap five. None: by device.
-        forbidden: positions (N,) bool at which some tokens cannot be drawn, and their ids; the
-            distribution is over the other tokens there.
+        forbidden: tokens that cannot be drawn.
         kernels: the module `gpu_kernels`, whose functions for a block of logits take the place of
             PyTorch's operations; None: these.
 
@@ -404,8 +414,7 @@ def block_logits(
     elif factor != 1:
         logits.mul_(factor)
     if forbidden is not None:
-        positions, ids = forbidden
-        forbid_(logits, (positions[piece], ids), block.start)
+        forbid_(logits, forbidden.at(piece), block.start)
     return logits, tanh
 
 
@@ -431,10 +440,12 @@ def forbid_(logits: Tensor, forbidden: Forbidden | None, first: int = 0) -> None
     `first`."""
     if forbidden is None:
         return
-    positions, ids = forbidden
-    for token in ids:
+    for token in forbidden.ids:
         if 0 <= token - first < logits.shape[1]:
-            logits[:, token - first].masked_fill_(positions, NEVER)
+            logits[:, token - first].masked_fill_(forbidden.positions, NEVER)
+    for token in forbidden.always:
+        if 0 <= token - first < logits.shape[1]:
+            logits[:, token - first] = NEVER
 
 
 def fp32_product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

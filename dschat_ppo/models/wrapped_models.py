@@ -42,7 +42,14 @@ from dschat_ppo.models.head_kernels import head_kernels_for
 from dschat_ppo.models.packing import CHECKPOINTING, padded_rows, token_states
 from dschat_ppo.models.pass_observers import observer_arguments, show_pass
 from dschat_ppo.models.pass_rows import PassRows, lengths_read
-from dschat_ppo.types import MinimumLength, Model, Rollout, chosen_columns, full_sequences
+from dschat_ppo.types import (
+    MinimumLength,
+    Model,
+    Rollout,
+    chosen_columns,
+    full_sequences,
+    row_sequences,
+)
 
 
 @dataclass(frozen=True)
@@ -128,8 +135,8 @@ class PolicyModel(WrappedModel):
                 runs its rows itself; the tokens before the targets are those that are read.
             temperature: divides the logits.
             entropy_grad: keep the gradient of the entropies.
-            forbidden: (B, T) bool, True on targets that were drawn without some others, and the ids
-                of these.
+            forbidden: tokens that cannot be drawn, with positions (B, T): the targets that were
+                drawn without them.
             states: give the hidden states (N, H), if `compares_distributions`.
             teachings: give the divergence from each of these at its tokens, and 0 elsewhere, if
                 `compares_distributions`.
@@ -192,8 +199,7 @@ class PolicyModel(WrappedModel):
         target_slots = rows.slots + 1
         tokens = rows.input_ids.flatten()[target_slots]
         if forbidden is not None:
-            mask, ids = forbidden
-            forbidden = mask.flatten()[target_slots], ids
+            forbidden = replace(forbidden, positions=forbidden.positions.flatten()[target_slots])
         all_states, offsets = token_states(self.backbone, self.layout, rows)
         hidden = all_states[offsets]  # (N, H)
         logprobs, entropy, *divergences = self.head_scores(
@@ -231,9 +237,9 @@ class PolicyModel(WrappedModel):
         show_pass(output, real_slots(input_ids, lengths_read(target_mask)))
         logits = output.logits[:, -count:-1][predicts[:, first:]]  # (N, V)
         if forbidden is not None:
-            mask, ids = forbidden
             logits = logits.float()
-            forbid_(logits, (mask[:, 1:][predicts], ids))
+            of_targets = forbidden.positions[:, 1:][predicts]
+            forbid_(logits, replace(forbidden, positions=of_targets))
         return scores_of_logits(logits, tokens, temperature, entropy_grad)
 
     def head_scores(
@@ -282,8 +288,7 @@ def _divergence(
         )
     forbidden_there = None
     if forbidden is not None:
-        mask, ids = forbidden
-        forbidden_there = mask[teaching.tokens], ids
+        forbidden_there = forbidden.at(teaching.tokens)
     divergence = fused_divergence(
         replace(layer, hidden=layer.hidden[teaching.tokens]),
         teaching.teacher,
@@ -402,7 +407,7 @@ def response_logprobs(
         rows: prompts and responses.
         temperature: of sampling.
         entropy_grad: keep the gradient of the entropies.
-        minimum_length: tokens that could not be drawn at the beginning of a response.
+        minimum_length: tokens that could not be drawn, at the beginning of a response or at all.
         keeps_layer: give the `layer` too.
         teachings: give the `divergences` from these teachers on the same tokens.
         pass_rows: these rows as they are laid out for this model (`StepPasses`).
@@ -419,7 +424,7 @@ def response_logprobs(
     forbidden = None
     if minimum_length is not None:
         is_early = _is_early(rows, minimum_length, input_ids.shape[1])
-        forbidden = is_early, minimum_length.ids
+        forbidden = Forbidden(is_early, minimum_length.ids, minimum_length.banned)
     logprobs, entropy, *extras = engine(
         input_ids, targets, temperature, entropy_grad, forbidden, keeps_layer, teachings
     )
@@ -440,6 +445,9 @@ def response_logprobs(
 def _is_early(rows: Rollout, minimum_length: MinimumLength, width: int) -> Tensor:
     """(B, `width`) bool: the columns of `full_sequences` before those of a response that may end
     it. `ValueError` for rows with contexts, each of which could not end early."""
+    if minimum_length.minimum == 0:
+        sequence_count = len(row_sequences(rows).rows)
+        return rows.prompt_mask.new_zeros(sequence_count, width)
     if rows.contexts is not None:
         raise ValueError("a minimum length of responses does not fit rows with contexts")
     columns = torch.arange(width, device=rows.prompt_mask.device)

@@ -4,7 +4,7 @@ update."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -129,7 +129,7 @@ class PPOUpdate:
         constants["entropy_coef"] = entropy_coef
         constants["minimum_length"] = None
         if self.minimum_length is not None:
-            constants["minimum_length"] = (self.minimum_length.ids, self.minimum_length.minimum)
+            constants["minimum_length"] = astuple(self.minimum_length)
         step_loss = StepLoss(
             batches=minibatch.micro_batches,
             of_batch=of_rows,

@@ -191,7 +191,7 @@ class StoppingCriteria:
     """What ends a response. The token that ends it belongs to the response. `max_new_tokens` is at
     least 1. Tokens of `eos_ids` and `stop_ids` cannot be sampled before `min_new_tokens` tokens.
     `stop_strings` end a response once its decoded text contains one of them; they need `decode`
-    (rows of ids -> texts)."""
+    (rows of ids -> texts). Tokens of `banned_ids` cannot be sampled at all."""
 
     max_new_tokens: int
     eos_ids: tuple[int, ...] = ()
@@ -199,6 +199,7 @@ class StoppingCriteria:
     stop_strings: tuple[str, ...] = ()
     min_new_tokens: int = 0
     decode: Decode | None = None
+    banned_ids: tuple[int, ...] = ()
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -207,9 +208,13 @@ class StoppingCriteria:
 
     @property
     def minimum_length(self) -> MinimumLength | None:
-        """The tokens that cannot be sampled before `min_new_tokens`; None if there are none."""
-        if self.ids and self.min_new_tokens:
-            return MinimumLength(self.ids, self.min_new_tokens)
+        """The tokens that cannot be sampled, before `min_new_tokens` or at all; None if there are
+        none."""
+        minimum = 0
+        if self.ids:
+            minimum = self.min_new_tokens
+        if minimum or self.banned_ids:
+            return MinimumLength(self.ids, minimum, self.banned_ids)
         return None
 
     def reach(self, further: Iterable[str] = ()) -> int:

@@ -25,10 +25,10 @@ class SequenceBuffers:
     `limits` (most response tokens) and `response_lengths` (0 until the sequence is finished) are
     (A+1,) int64. `finish_reasons` (A+1,) int8 is `UNFINISHED` or a `FinishReason`. `logprobs` and
     `uniforms` (numbers from which tokens are drawn) are (A+1, `response_width`) fp32. `seen` is
-    (A+1, V) bool, True for tokens in the sequence, or None without a repetition penalty. `is_end`
-    and `is_eos` are (V,) bool. `observed` (A+1, `response_width`) bool marks response tokens that
-    the model did not choose. `stop_strings` are texts that end some sequences besides those of
-    `stopping`, by sequence.
+    (A+1, V) bool, True for tokens in the sequence, or None without a repetition penalty. `is_end`,
+    `is_eos` and `is_banned` (None without banned tokens) are (V,) bool. `observed` (A+1,
+    `response_width`) bool marks response tokens that the model did not choose. `stop_strings` are
+    texts that end some sequences besides those of `stopping`, by sequence.
     """
 
     def __init__(
@@ -70,6 +70,10 @@ class SequenceBuffers:
         self.is_end[list(self.stopping.ids)] = True
         self.is_eos = torch.zeros_like(self.is_end)
         self.is_eos[list(self.stopping.eos_ids)] = True
+        self.is_banned: Tensor | None = None
+        if self.stopping.banned_ids:
+            self.is_banned = torch.zeros_like(self.is_end)
+            self.is_banned[list(self.stopping.banned_ids)] = True
         self.seen: Tensor | None = None
         if self.sampling.repetition_penalty != 1:
             self.seen = torch.zeros(rows, vocabulary, dtype=torch.bool, device=device)
@@ -153,11 +157,16 @@ class SequenceBuffers:
             self.stop_strings[sequence] = stop_strings
 
     def forbidden(self, counts: Tensor) -> Tensor | None:
-        """(n, V) bool, True for ends that may not come after `counts` (n,) tokens; None without a
-        minimum length."""
-        if not self.stopping.min_new_tokens or not self.stopping.ids:
-            return None
-        return (counts < self.stopping.min_new_tokens).unsqueeze(1) & self.is_end
+        """(n, V) bool, True for ends that may not come after `counts` (n,) tokens, and for banned
+        tokens; None without a minimum length and such tokens."""
+        is_early = None
+        if self.stopping.min_new_tokens and self.stopping.ids:
+            is_early = (counts < self.stopping.min_new_tokens).unsqueeze(1) & self.is_end
+        if self.is_banned is None:
+            return is_early
+        if is_early is None:
+            return self.is_banned.expand(len(counts), -1)
+        return is_early | self.is_banned
 
     def draw(
         self, logits: Tensor, sequences: Tensor, counts: Tensor, search: NucleusSearch = ASK_DEVICE

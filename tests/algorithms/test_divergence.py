@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dschat_ppo.algorithms.divergence import Divergence, dense_divergence, fused_divergence
-from dschat_ppo.algorithms.fused_logprobs import NEVER, Head, OutputLayer
+from dschat_ppo.algorithms.fused_logprobs import NEVER, Forbidden, Head, OutputLayer
 
 N, H, V, TEMPERATURE = 7, 5, 600, 0.7
 KINDS = [("reverse_kl", 0.5), ("forward_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1)]
@@ -32,9 +32,9 @@ def log_probs(hidden, weight, bias, head=Head(), width=V, forbidden=None):  # no
     )
     logits = logits[:, :width] / TEMPERATURE
     if forbidden is not None:
-        for token in forbidden[1]:
+        for token in forbidden.ids:
             logits = logits.index_put(
-                (forbidden[0].nonzero().squeeze(1), torch.tensor(token)),
+                (forbidden.positions.nonzero().squeeze(1), torch.tensor(token)),
                 torch.tensor(-1e4).double(),
             )
     return torch.log_softmax(logits, dim=1)
@@ -194,7 +194,7 @@ def test_tokens_that_cannot_be_drawn_and_logits_of_minus_infinity_add_nothing(
     student, teacher = layers(4)
     with torch.no_grad():
         student[2][3] = teacher[2][3] = -torch.inf
-    forbidden = torch.arange(N) % 2 == 0, (0, 7, 599)
+    forbidden = Forbidden(torch.arange(N) % 2 == 0, (0, 7, 599))
     fused = fused_divergence(
         OutputLayer(*student),
         OutputLayer(*teacher),

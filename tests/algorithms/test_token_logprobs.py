@@ -9,6 +9,7 @@ import torch
 
 from dschat_ppo.algorithms import fused_logprobs
 from dschat_ppo.algorithms.fused_logprobs import (
+    Forbidden,
     Head,
     OutputLayer,
     fused_token_scores,
@@ -123,7 +124,7 @@ def narrow(monkeypatch):
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_forbidden_tokens_have_no_probability_where_they_are_forbidden(narrow, head, rows):
     """Against whole logits with -inf there; the forbidden tokens are in two blocks, and one of them
-    is very likely."""
+    is very likely. Token 12 is forbidden everywhere."""
     hidden, weight, _, tokens = inputs()
     with torch.no_grad():
         weight[5] *= 8
@@ -131,15 +132,19 @@ def test_forbidden_tokens_have_no_probability_where_they_are_forbidden(narrow, h
     tokens = torch.where(tokens == 5, 6, tokens)
     mask = torch.zeros(N, V, dtype=torch.bool)
     mask[:, list(ids)] = places.unsqueeze(1)
+    mask[:, 12] = True
+    tokens = torch.where(tokens == 12, 13, tokens)
     logits = torch.nn.functional.linear(hidden, weight) * head.scale
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
     logits = logits.masked_fill(mask, -torch.inf)
     expected = token_logprobs(logits, tokens, 0.7), token_entropy(logits, 0.7)
     layer = OutputLayer(hidden, weight, None, head)
-    found = fused_token_scores(layer, tokens, 0.7, True, 4 * 101 * rows, (places, ids))
+    forbidden = Forbidden(places, ids, (12,))
+    found = fused_token_scores(layer, tokens, 0.7, True, 4 * 101 * rows, forbidden)
     require_equal(found, expected, [hidden, weight])
-    free = fused_token_scores(layer, tokens, 0.7, True, 4 * 101 * rows)
+    free_places = Forbidden(torch.zeros_like(places), (), (12,))
+    free = fused_token_scores(layer, tokens, 0.7, True, 4 * 101 * rows, free_places)
     assert (found[0] - free[0])[places].max() > 1e-3 and torch.equal(
         found[0][~places], free[0][~places]
     )

@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama as llama
 
 import dschat_ppo
 from dschat_ppo.algorithms import fused_logprobs
-from dschat_ppo.algorithms.fused_logprobs import Head, OutputLayer, fused_token_scores
+from dschat_ppo.algorithms.fused_logprobs import Forbidden, Head, OutputLayer, fused_token_scores
 from dschat_ppo.models import fast_layers, head_kernels
 from dschat_ppo.models.fast_layers import FastRotary, kernel_outputs, kernels_for, use_fast_layers
 from dschat_ppo.models.head_kernels import head_outputs
@@ -259,7 +259,7 @@ def test_a_head_with_kernels_gives_the_scores_and_gradients_of_whole_logits(
         bias = drawn(1000, seed=2).float()
         bias[77] = -torch.inf
     tokens = torch.tensor([0, 299, 300, 999, 5, 600, 42])
-    forbidden = torch.arange(7) % 3 == 1, (17, 301)
+    forbidden = Forbidden(torch.arange(7) % 3 == 1, (17, 301))
     leaves = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
     scores = fused_token_scores(
         OutputLayer(hidden, weight, bias, head),
@@ -275,9 +275,10 @@ def test_a_head_with_kernels_gives_the_scores_and_gradients_of_whole_logits(
     logits = nn.functional.linear(*exact_leaves) * head.scale
     if head.softcap:
         logits = head.softcap * torch.tanh(logits / head.softcap)
-    for token in forbidden[1]:
+    for token in forbidden.ids:
         logits = logits.index_put(
-            (forbidden[0].nonzero().squeeze(1), torch.tensor(token)), torch.tensor(-1e30).double()
+            (forbidden.positions.nonzero().squeeze(1), torch.tensor(token)),
+            torch.tensor(-1e30).double(),
         )
     log_probs = torch.log_softmax(logits / 0.8, dim=1)
     finite = log_probs.clamp_min(-1e4)

@@ -6,6 +6,7 @@ import torch
 from dschat_ppo.algorithms import fused_logprobs
 from dschat_ppo.algorithms.fused_logprobs import (
     FEWEST_ROWS,
+    Forbidden,
     OutputLayer,
     fp32_product,
     fused_token_scores,
@@ -49,7 +50,7 @@ def test_sampling_and_the_fused_head_give_the_same_bits_in_any_number_of_rows(
             OutputLayer(hidden[rows], weight),
             tokens[rows],
             temperature,
-            forbidden=(is_early[rows], ends),
+            forbidden=Forbidden(is_early[rows], ends),
         )
         assert torch.equal(in_training, logprobs[rows])
 

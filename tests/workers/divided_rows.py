@@ -8,6 +8,7 @@ import torch
 from episodes import fixed_episodes, logprobs_alone, rollout_of
 from tiny_models import VOCABULARY, new_model
 
+from dschat_ppo.algorithms.fused_logprobs import Forbidden
 from dschat_ppo.common import dist
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.sequence_parallel.row_runners import DIVIDED
@@ -106,7 +107,7 @@ def against_whole_rows(
                 or not divided
             )
         else:
-            forbidden = wanted & (slots % 3 == 0), (0, 1)
+            forbidden = Forbidden(wanted & (slots % 3 == 0), (0, 1))
             outputs = torch.stack(model(ids, wanted, 0.7, True, forbidden=forbidden))
         (outputs * factors[: len(outputs)]).sum().backward()
         gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])

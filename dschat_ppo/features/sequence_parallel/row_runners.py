@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,8 +49,8 @@ class DividedRunner:
         rank_predicts = rows.columns_of_rank(predicts)  # (b, n)
         tokens = rows.columns_of_rank(of_next_token(input_ids))[rank_predicts]
         if forbidden is not None:
-            mask, ids = forbidden
-            forbidden = rows.columns_of_rank(of_next_token(mask))[rank_predicts], ids
+            of_next = rows.columns_of_rank(of_next_token(forbidden.positions))
+            forbidden = replace(forbidden, positions=of_next[rank_predicts])
         if policy.layout.fused:
             output = rows.run(policy.backbone, input_ids, policy.layout.attention)
             states = output.last_hidden_state[rank_predicts]
