@@ -238,14 +238,25 @@ class CheckpointFolder:
             self._remove(name)
         return removed
 
-    def remove_all(self) -> None:
-        """Remove all checkpoints, the newest last. Those set aside stay."""
-        for name in self.names():
-            self._remove(name)
-        (self.root / LATEST).unlink(missing_ok=True)
+    def removable(self) -> list[Path]:
+        """What `remove_all` removes: the newest checkpoint last, so that another removal follows if
+        the process ends in between. Checkpoints set aside stay."""
+        paths = [self.root / LATEST]
         for names in hooks("checkpoint_folders.FOLDERS"):  # of a feature, next to the checkpoints
-            for name in names:
-                remove_folder(self.root / name)
+            paths += [self.root / name for name in names]
+        paths += [self.root / name for name in self.names()]
+        return [path for path in paths if path.exists()]
+
+    def remove_all(self) -> None:
+        """Remove all checkpoints and what stands beside them, without those set aside."""
+        names = self.names()
+        for path in self.removable():
+            if path.name in names:
+                self._remove(path.name)
+            elif path.is_dir():
+                remove_folder(path)
+            else:
+                path.unlink()
         if self.root.is_dir() and not any(self.root.iterdir()):
             self.root.rmdir()
 

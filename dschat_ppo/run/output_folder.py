@@ -247,12 +247,13 @@ def _message_of_a_done_run(folder: Path, config: StepConfig, saved: dict[str, An
     crash left of the removal of its checkpoints."""
     advice = "to train longer, start another run from its model; --overwrite_output_dir starts over"
     is_kept = config.safety.keep_final_checkpoint or saved.get("keep_final_checkpoint") is not False
-    if CheckpointFolder(folder).names() and is_kept:
+    store = CheckpointFolder(folder)
+    if is_kept and store.names():
         advice = (
             "to train longer, raise --num_train_epochs or --max_steps, and add --resume_force if"
             " the learning rate depends on the length; --overwrite_output_dir starts over"
         )
-    elif CheckpointFolder(folder).names() and not remove_checkpoints(folder):
+    elif not is_kept and store.removable() and not remove_checkpoints(folder):
         advice = (
             "but a saved model cannot be read: add --resume_force to save it again from the last"
             " checkpoint"

@@ -264,6 +264,18 @@ def test_what_a_crash_left_of_the_removal_is_removed(tmp_path, assets, before, n
     assert (tmp_path / "result.json").exists()
 
 
+@pytest.mark.parametrize("rest", ["latest", "environment/step_000003_rank_0.jsonl"])
+def test_what_a_crash_left_beside_the_last_checkpoint_is_removed(tmp_path, assets, rest):
+    leave(tmp_path, FINISHED, "--keep_final_checkpoint", "False")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(assets / "lm" / name, tmp_path)
+    path = tmp_path / "checkpoints" / rest
+    path.parent.mkdir(parents=True)
+    path.write_text("")
+    assert "this run is done" in earlier(tmp_path, "--keep_final_checkpoint", "False")
+    assert not (tmp_path / "checkpoints").exists()
+
+
 OF_A_RUN = [
     "eval/step_000004.jsonl",
     "best/actor/model.safetensors",
