@@ -1,12 +1,13 @@
 """Rollouts with an agent beside rollouts with `--tools`, in one process with one thread.
 
-    python benchmarks/agents.py [--latencies 0 0.2] [--repeats 5] [--work DIR] [--tiny]
+    python benchmarks/agents.py [--latencies 0 0.2] [--repeats 5] [--seed 7] [--work DIR] [--tiny]
 
 Both play the sums of `training_scripts/examples/calculator` with its SFT model, which is made first
 (some minutes) and gets weights that add 0 until it has 31.6 M parameters: 8 prompts, 8 episodes
 each, 64 workers, fp32. The agent is the loop of `training_scripts/examples/agents`. With one seed
 both sample the same tokens, so the ratio of their seconds is that of their throughput. They
-alternate. `--tiny`: a trial with few episodes and a model without training.
+alternate. A call that cannot be read ends the agent alone, so a seed with one is refused.
+`--tiny`: a trial with few episodes and a model without training.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ def contender_of(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     samples: int,
+    seed: int,
     environment_flags: EnvironmentFlags,
     agent_flags: AgentFlags,
 ) -> Contender:
@@ -132,7 +134,7 @@ def contender_of(
     config = GenerationConfig(SamplingParameters(), stopping, samples)
     tools = room.tools_of(features, tokenizer, PROMPT_LENGTH)
     rows = token_rows(work, tokenizer, tools, PROMPTS)
-    task = RolloutTask(rows, range(len(rows)), config, 7, (1, 0), 0, 1)
+    task = RolloutTask(rows, range(len(rows)), config, seed, (1, 0), 0, 1)
     extension = room.start_extension(features, tokenizer, PROMPT_LENGTH, None)
     generation = ModelGeneration(model)
     sample = extension.wrap(own_rollouts(generation, 0), generation)
@@ -153,7 +155,7 @@ def measure(
     with_tools = EnvironmentFlags(tools=[f"{tool}:calculate"], environment_workers=workers)
     without_tools = EnvironmentFlags(environment_workers=workers)
     agent_flags = AgentFlags(agent=f"{agent}:play")
-    common = (work, model, tokenizer, samples)
+    common = (work, model, tokenizer, samples, options.seed)
     contenders = {
         "tools": contender_of(*common, with_tools, AgentFlags()),
         "agent": contender_of(*common, without_tools, agent_flags),
@@ -169,7 +171,7 @@ def measure(
             if repeat > 0:  # the first one starts processes
                 times[name].append(time.perf_counter() - began)
                 cpu_times[name].append(time.process_time() - cpu_began)
-    assert torch.equal(ids["tools"], ids["agent"])
+    assert torch.equal(ids["tools"], ids["agent"]), f"--seed {options.seed}: take another one"
     result = {
         "latency": latency,
         "calls": contenders["agent"].extension.take_metrics()["agent/calls"],
@@ -193,6 +195,7 @@ def main() -> None:
         "--latencies", type=float, nargs="+", default=[0.0, 0.2], help="seconds of a call"
     )
     parser.add_argument("--repeats", type=int, default=5, help="rollouts of each that are counted")
+    parser.add_argument("--seed", type=int, default=7, help="of the tokens")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "agents")
     parser.add_argument("--tiny", action="store_true", help="a trial of the script on tiny sizes")
     options = parser.parse_args()

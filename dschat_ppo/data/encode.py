@@ -267,6 +267,8 @@ def divided(tokenizer: PreTrainedTokenizerBase, content: str) -> str:
     """A text from outside, such as what a tool returned, in which the texts of special tokens, and
     of added tokens that the chat template writes, are divided by `SPLIT`."""
     reserved = _reserved(tokenizer, str(tokenizer.chat_template), len(tokenizer))
+    if not any(text in content for text in reserved.values()):  # which takes less than to encode it
+        return content
     while True:
         ids = set[int]()
         for piece in content.split(SPLIT):

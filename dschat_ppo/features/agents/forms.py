@@ -13,16 +13,20 @@ import shlex
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 from typing import Any, SupportsFloat
 
 from dschat_ppo.common.extras import how_to_install
 from dschat_ppo.common.own_functions import load_callable
 from dschat_ppo.errors import printable_line
+from dschat_ppo.features.agents.call_replies import CallReply, completion_of
+from dschat_ppo.features.agents.call_requests import TRAINED_MODEL, CallRequest
+from dschat_ppo.features.agents.record import ChatPrompt
 from dschat_ppo.features.environments.environments import (
     EnvironmentForm,
     Row,
@@ -34,6 +38,21 @@ from dschat_ppo.rewards.call_forms import LARGEST
 # parameters of a function that are no columns
 OURS = ("client", "base_url", "api_key", "model", "seed", "row")
 _TAIL = 2000  # characters of a program's output that are the cause of its failure
+_WARM_UP_TOOL = {
+    "type": "function",
+    "function": {"name": "look", "description": "To look.", "parameters": {"type": "object"}},
+}
+_WARM_UP_MESSAGES: list[dict[str, Any]] = [
+    {"role": "user", "content": "Where?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "call0", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call0", "content": "A hall."},
+]
 
 
 @dataclass(frozen=True)
@@ -74,10 +93,13 @@ def form_of_agent(function: str | None = None, command: str | None = None) -> En
     module, _, name = function.rpartition(":")
     play = load_callable(module, name)
     parameters = inspect.signature(play).parameters
+    client = None
     if "client" in parameters:
         if find_spec("openai") is None:
             raise ImportError(f"needs the package openai: {how_to_install('openai')}")
-        _warm_up(inspect.iscoroutinefunction(play))
+        is_async = inspect.iscoroutinefunction(play)
+        _warm_up(is_async)
+        client = _client_of(is_async, "http://127.0.0.1:9/v1", "none")  # nobody listens there
     needed = list[Any]()
     for parameter in parameters.values():
         if parameter.default is parameter.empty and parameter.kind not in (
@@ -85,34 +107,32 @@ def form_of_agent(function: str | None = None, command: str | None = None) -> En
             parameter.VAR_KEYWORD,
         ):
             needed.append(parameter.name)
-    return EnvironmentForm(lambda: _FunctionAgent(play), lambda: needed)  # type: ignore[arg-type,return-value]
+    return EnvironmentForm(lambda: _FunctionAgent(play, client), lambda: needed)  # type: ignore[arg-type,return-value]
 
 
 class _FunctionAgent:
-    """A function, called with what its parameters name: things of ours, or columns of the row."""
+    """A function, called with what its parameters name: things of ours, or columns of the row. Its
+    client is a copy of `client`, because making one anew takes as long as a call."""
 
-    def __init__(self, function: Callable[..., Any]):
+    def __init__(self, function: Callable[..., Any], client: Any):
         self.function = function
+        self.client = client
 
     def play(self, row: Row, seed: int, base_url: str, api_key: str, model: str) -> AgentResult:
         """Play one episode."""
         Endpoint(base_url, api_key, model).set_variables()
-        ours = {
+        known = {
+            **row,
             "base_url": base_url,
             "api_key": api_key,
             "model": model,
             "seed": seed,
             "row": row,
         }
-        arguments = dict[str, Any]()
-        for name in inspect.signature(self.function).parameters:
-            if name == "client":
-                is_async = inspect.iscoroutinefunction(self.function)
-                arguments[name] = _client_of(is_async, base_url, api_key)
-            elif name in ours:
-                arguments[name] = ours[name]
-            elif name in row:
-                arguments[name] = row[name]
+        if self.client is not None:
+            known["client"] = self.client.copy(base_url=base_url, api_key=api_key)
+        names = inspect.signature(self.function).parameters
+        arguments = {name: known[name] for name in names if name in known}
         return agent_result(awaited(self.function(**arguments)))
 
 
@@ -135,20 +155,43 @@ def _client_of(is_async: bool, base_url: str, api_key: str) -> Any:
 
 
 def _warm_up(is_async: bool) -> None:
-    """Call an endpoint that does not exist. What a first call imports and makes takes a second, and
-    forks of this process have it; they must not share an event loop, so it is closed."""
-    openai: Any = import_module("openai")
-    client = _client_of(is_async, "http://127.0.0.1:9/v1", "none")  # a port that nobody uses
+    """Make a call, whose reply is a call of a tool, in a conversation that has one. What the first
+    call imports and builds takes a second; episodes are forks of this process and have it."""
+    with HTTPServer(("127.0.0.1", 0), _WarmUpHandler) as server:
+        thread = Thread(target=server.handle_request, daemon=True)
+        thread.start()
+        client = _client_of(is_async, f"http://127.0.0.1:{server.server_port}/v1", "none")
+        request = {"model": TRAINED_MODEL, "messages": _WARM_UP_MESSAGES, "tools": [_WARM_UP_TOOL]}
 
-    async def call_async() -> None:
-        await client.chat.completions.create(model="none", messages=[])
-        await client.close()
+        async def call_async() -> None:
+            await client.chat.completions.create(**request)
+            await client.close()
 
-    with suppress(openai.OpenAIError):
         if is_async:
-            asyncio.run(call_async())
+            asyncio.run(call_async())  # forks must not share an event loop, so it is closed
         else:
-            client.chat.completions.create(model="none", messages=[])
+            client.chat.completions.create(**request)
+            client.close()
+        thread.join()
+
+
+class _WarmUpHandler(BaseHTTPRequestHandler):
+    """Replies to a call."""
+
+    def do_POST(self) -> None:  # noqa: N802 (the name that it needs)
+        """Reply as the front does."""
+        self.rfile.read(int(self.headers["content-length"]))
+        reply = CallReply(_WARM_UP_MESSAGES[1], "tool_calls", [0], [0])
+        request = CallRequest(True, ChatPrompt(()))
+        body = json.dumps(completion_of(reply, request, number=0, created=0)).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: Any) -> None:
+        """Say nothing."""
 
 
 class _ProgramAgent:

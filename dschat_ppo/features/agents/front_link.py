@@ -71,6 +71,7 @@ class Front:
         """The key of an episode that begins: from here on, requests with it are taken."""
         key = secrets.token_hex(16)
         self._send({"kind": "admit", "key": key, "episode": episode})
+        self.flush()
         self.admitted = max(self.admitted, episode + 1)
         return key
 
@@ -79,12 +80,12 @@ class Front:
         self._send({"kind": "dismiss", "key": key, "episode": episode})
 
     def reply(self, call: int, status: int, body: bytes, content_type: str = JSON) -> None:
-        """Answer a call."""
+        """Answer a call, with the next `flush`."""
         self._send({"kind": "reply", "call": call, "status": status, "type": content_type}, body)
 
     def poll(self, seconds: float = 0.0) -> list[FrontEvent]:
         """What happened since the last call, in order. Waits up to `seconds` for the first."""
-        self._flush()
+        self.flush()
         events = list[FrontEvent]()
         if self._selector.select(seconds):
             for fields, body in self._receive():
@@ -94,10 +95,9 @@ class Front:
 
     def _send(self, fields: dict[str, Any], body: bytes = b"") -> None:
         self._unsent += frame(fields, body)
-        self._flush()
 
-    def _flush(self) -> None:
-        """Write what the front takes now."""
+    def flush(self) -> None:
+        """Write what the front takes now. Replies to many calls at once wake it a single time."""
         try:
             while self._unsent:
                 del self._unsent[: self.socket.send(self._unsent)]

@@ -204,6 +204,7 @@ class AgentTurns:
         if wait and not (self._opened or self._continued or self._closed):
             seconds = WAIT_SECONDS
         began = time.monotonic()
+        self.front.flush()
         results = self.agents.poll(seconds)
         if results or self.agents.running:
             seconds = 0.0  # else only the front can say something
@@ -213,6 +214,7 @@ class AgentTurns:
             self.idle_seconds += time.monotonic() - began
         for index, result in results:
             self._end_agent(index, result)
+        self.front.flush()
         continued = self._continued
         self._continued = []
         return continued
