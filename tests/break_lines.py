@@ -1,10 +1,11 @@
 """Breaks lines of the package, one at a time, and checks that a test notices each.
 
-    python tests/break_lines.py [--only WORD] [--list]
+    python tests/break_lines.py [--only WORD] [--list] [--seconds N]
 
 `broken_lines.json` has the lines: the file, the text before and after, and the test that must fail.
 `--only` takes the lines whose file or test contains a word, `--list` says only which no longer
-apply. The exit code is 0 if every line applies and is noticed.
+apply. The exit code is 0 if every line applies and is noticed. A test that takes longer than
+`--seconds` is ended, and has not noticed its line.
 
 Each line is broken in a copy of the repository, in a process that is forked from one that has
 imported the libraries.
@@ -17,6 +18,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification  # noq
 ROOT = Path(__file__).resolve().parents[1]
 LIST = Path(__file__).with_name("broken_lines.json")
 LEFT_OUT = (".git", ".venv", "output", "__pycache__", ".mypy_cache", ".ruff_cache")
+SECONDS = 600  # of one test: those of whole runs take two minutes on a machine that has other work
 
 
 @dataclass(frozen=True)
@@ -52,15 +55,18 @@ def read_lines() -> list[BrokenLine]:
     return [BrokenLine(**entry) for entry in entries]
 
 
-def outcome(line: BrokenLine, copy: Path) -> str:
-    """`noticed`, `missed`, or what else the test did. `copy`: of the repository."""
+def outcome(line: BrokenLine, copy: Path, seconds: float) -> str:
+    """`noticed`, `missed`, or what else the test did in so many seconds. `copy`: of the
+    repository."""
     path = copy / "dschat_ppo" / line.file
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace(line.before, line.after), encoding="utf-8")
     try:
-        code = run_test(line.test, copy)
+        code = run_test(line.test, copy, seconds)
     finally:
         path.write_text(text, encoding="utf-8")
+    if code is None:
+        return f"the test did not end in {seconds:g} s"
     names = {
         pytest.ExitCode.OK: "missed",
         pytest.ExitCode.TESTS_FAILED: "noticed",
@@ -68,8 +74,9 @@ def outcome(line: BrokenLine, copy: Path) -> str:
     return names.get(code, f"the test did not run: pytest ended with {code}")
 
 
-def run_test(test: str, copy: Path) -> int:
-    """The exit code of pytest, in a process of its own."""
+def run_test(test: str, copy: Path, seconds: float) -> int | None:
+    """The exit code of pytest in a process of its own, or None if it was ended after so many
+    seconds."""
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -86,11 +93,24 @@ def run_test(test: str, copy: Path) -> int:
         finally:
             os._exit(int(code))
     try:
-        _, status = os.waitpid(child, 0)
+        code = exit_code_within(child, seconds)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)  # processes that a failed test leaves
-    return os.waitstatus_to_exitcode(status)
+    if code is None:
+        os.waitpid(child, 0)
+    return code
+
+
+def exit_code_within(child: int, seconds: float) -> int | None:
+    """The exit code of a child process, or None if it still runs after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    return None
 
 
 def main() -> int:
@@ -99,6 +119,9 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", metavar="WORD", help="of the file or the test")
     parser.add_argument("--list", action="store_true", help="say only which lines apply no longer")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, metavar="N", help="that one test may take"
+    )
     arguments = parser.parse_args()
     lines = [
         line for line in read_lines() if arguments.only in line.file or arguments.only in line.test
@@ -116,7 +139,7 @@ def main() -> int:
         for line in lines:
             if line in stale:
                 continue
-            result = outcome(line, copy)
+            result = outcome(line, copy, arguments.seconds)
             print(f"{result}: {line}", flush=True)
             if result != "noticed":
                 unnoticed += 1

@@ -1,12 +1,15 @@
 """The list of broken lines is well-formed, and before a release a test notices each
 (`tests/break_lines.py`)."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from break_lines import ROOT, read_lines
+from break_lines import ROOT, exit_code_within, read_lines
 
 SCRIPT = Path(__file__).with_name("break_lines.py")
 
@@ -21,6 +24,18 @@ def test_each_entry_changes_a_text_of_the_package_and_names_a_test_that_exists()
         source = (ROOT / file).read_text(encoding="utf-8")
         if test:
             assert f"def {test.partition('[')[0]}(" in source, line
+
+
+@pytest.mark.parametrize(("lasts", "seconds", "code"), [(0, 30, 3), (30, 0.1, None)])
+def test_a_test_has_so_many_seconds(lasts, seconds, code):
+    child = os.fork()
+    if child == 0:
+        time.sleep(lasts)
+        os._exit(3)
+    assert exit_code_within(child, seconds) == code
+    if code is None:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 @pytest.mark.slow

@@ -50,13 +50,17 @@ class Worker:
     """`workers/without_features.py`, and the folder of its trees."""
 
     def __init__(self, assets: Path, folder: Path):
+        self.assets = assets
+        self.folder = folder
+        self.process = self.started()
+
+    def started(self) -> subprocess.Popen[str]:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         environment["OMP_NUM_THREADS"] = "1"
-        self.folder = folder
-        self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/workers/without_features.py"), str(assets)],
+        return subprocess.Popen(
+            [sys.executable, str(ROOT / "tests/workers/without_features.py"), str(self.assets)],
             env=environment,
-            cwd=folder,
+            cwd=self.folder,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -64,12 +68,15 @@ class Worker:
 
     def result(self, without: str | None, chosen: str) -> dict:
         """What a default run and these tests of the loop give in a tree without the feature."""
+        if self.process.poll() is not None:
+            self.process = self.started()  # the feature before ended it: only that one failed
         tree = copied(self.folder, without)
         print(tree, chosen, file=self.process.stdin, flush=True)
         for line in self.process.stdout:
             if line.startswith('{"tree"'):  # libraries print lines of their own
                 shutil.rmtree(tree)
                 return json.loads(line)
+        shutil.rmtree(tree)
         raise AssertionError(f"the worker has ended with {self.process.wait()}")
 
 
