@@ -3,6 +3,7 @@ names and up to 500 lines."""
 
 import ast
 from collections import Counter
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -33,6 +34,7 @@ MODULES = sorted(
 )
 
 
+@cache
 def imports_of(module: Path) -> list[tuple[int, str]]:
     """(line, dotted name) of everything that a module imports, inside functions too."""
     found = []

@@ -20,9 +20,9 @@ FILES = dict(
         re.M | re.S,
     )
 )
-# -log(1 - p) of the second token, which repeats the first; p is 1/4
-BY_HAND = """
-import math, torch
+# the loss of the second token, which repeats the first, and then a run in the same process
+BY_HAND_AND_A_RUN = """
+import json, math, pathlib, runpy, sys, torch
 from types import SimpleNamespace
 from dschat_ppo.features import hooks
 config = SimpleNamespace(of=lambda kind: SimpleNamespace(repeat_coef=0.1))
@@ -33,7 +33,10 @@ rows = SimpleNamespace(
 )
 rows.extra = marked[0].columns_of(rows)
 actor = SimpleNamespace(logprobs=torch.full((1, 4), math.log(0.25)))
-print(made[0].token_losses(rows, actor).tolist())
+losses = made[0].token_losses(rows, actor).tolist()
+pathlib.Path(sys.argv.pop(1)).write_text(json.dumps(losses))
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -76,23 +79,34 @@ def test_the_page_has_the_whole_feature():
     assert len(lines) <= 45
 
 
-def test_its_loss_is_that_by_hand(tree):
-    printed = python(tree, "-c", BY_HAND).splitlines()[-1]
-    assert json.loads(printed)[0] == pytest.approx([0, -math.log(0.75), 0, 0])
-
-
-def test_a_run_has_its_term_and_its_metric(tree, assets, tmp_path):
+@pytest.fixture(scope="module")
+def outcome(tree, assets, tmp_path_factory):
+    """(losses of the tokens, what a run printed, its metrics)."""
+    folder = tmp_path_factory.mktemp("outcome")
     said = python(
         tree,
+        *("-c", BY_HAND_AND_A_RUN, folder / "losses"),
         "training/step3_ppo/main.py",
         *("--actor_model_name_or_path", assets / "lm"),
         *("--critic_model_name_or_path", assets / "reward"),
         *("--data_path", assets / "prompts.jsonl", "--data_split", "0,0,1"),
-        *("--output_dir", tmp_path / "out", "--max_steps", 1, "--dtype", "fp32"),
+        *("--output_dir", folder / "out", "--max_steps", 1, "--dtype", "fp32"),
         *("--per_device_generation_batch_size", 16, "--max_prompt_seq_len", 32),
         *("--max_answer_seq_len", 16),
         *("--repeat_coef", 0.1),
     )
+    losses = json.loads((folder / "losses").read_text())
+    return losses, said, (folder / "out/metrics.jsonl").read_text().splitlines()
+
+
+def test_its_loss_is_that_by_hand(outcome):
+    losses, _, _ = outcome
+    # -log(1 - p) of the second token; p is 1/4
+    assert losses[0] == pytest.approx([0, -math.log(0.75), 0, 0])
+
+
+def test_a_run_has_its_term_and_its_metric(outcome):
+    _, said, metrics = outcome
     assert "loss = ppo + 0.1 repeats" in said
-    [step] = (tmp_path / "out/metrics.jsonl").read_text().splitlines()
+    [step] = metrics
     assert 0 < json.loads(step)["policy/repeat_loss"] < math.inf

@@ -177,19 +177,19 @@ def losses_of(folder):
 def test_a_run_keeps_its_format_where_the_other_one_is_faster(assets, tmp_path):
     straight, interrupted = tmp_path / "straight", tmp_path / "interrupted"
 
-    def run(seconds, folder, steps, *more):
+    def run(seconds, folder, steps, *more, ranks=1):
         words = words_of(assets, folder, steps, *more)
-        return forked(2, "tests/workers/measured_main.py", seconds, *words)
+        return forked(ranks, "tests/workers/measured_main.py", seconds, *words)
 
-    succeed(run(1.5, straight, 4))
+    succeed(run(1.5, straight, 4, ranks=2))
     assert read_config(straight)["dtype"] == "fp32"
-    succeed(run(1.5, interrupted, 2))
+    succeed(run(1.5, interrupted, 2, ranks=2))
     (interrupted / "result.json").unlink()
     # from here on as on another machine
     said = succeed(run(0.5, straight, 4)).stdout
     assert f"dtype: fp32 (as the run in {straight})" in said
     assert "this run is done" in said, "no setting has changed"
-    said = succeed(run(0.5, interrupted, 4)).stdout
+    said = succeed(run(0.5, interrupted, 4, ranks=2)).stdout
     assert "dtype: fp32 (as in step_000002)" in said
     assert losses_of(interrupted) == losses_of(straight) and len(losses_of(straight)) == 4
     assert "--dtype: fp32 -> bf16" in run(0.5, interrupted, 6, "--dtype", "bf16").stderr

@@ -197,12 +197,13 @@ def test_step_3_after_a_reward_model_has_rows_and_fits_as_step_2_did(tmp_path, s
             "--model_name_or_path {lm} --data_path {pairs} --data_split 0,1,0 --max_seq_len 48",
             marks=pytest.mark.release,
         ),
-        (
+        pytest.param(
             "ppo",
             (
                 "--actor_model_name_or_path {lm} --critic_model_name_or_path {reward} --data_path"
                 " {pairs} --data_split 0,0,1 --max_prompt_seq_len 24 --max_answer_seq_len 8"
             ),
+            marks=pytest.mark.release,
         ),
     ],
 )

@@ -129,24 +129,34 @@ def test_a_run_of_several_updates_takes_the_log_probs_of_sampling(assets, tmp_pa
     assert [line["rollout/logprob_diff_max"] for line in run.lines] == [0.0] * len(run.lines)
 
 
+EVALUATIONS = """
+import sys
+from dschat_ppo.tools.evaluate import main
+for size in (1, 6):
+    code = main([word.replace("SIZE", str(size)) for word in sys.argv[1:]])
+    if code:
+        sys.exit(code)
+"""
+
+
 def test_an_evaluation_checks_its_models(assets, tmp_path):
     """And its answers do not depend on how many prompts run at a time."""
     environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent}"}
     environment.pop("MKL_CBWR", None)
+    words = f"--model {assets}/lm --data_path {assets}/prompts.jsonl --max_tokens 12"
+    words += " --max_prompts 6 --samples 2 --decoding sampled --batch_size SIZE --dtype fp32"
+    words += f" --exact_rollout --json {tmp_path}/SIZE.json"
+    finished = subprocess.run(
+        [sys.executable, "-c", EVALUATIONS, *words.split()],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("log-probs equal those of training to the last bit") == 2
     responses = []
     for size in (1, 6):
-        words = f"--model {assets}/lm --data_path {assets}/prompts.jsonl --max_tokens 12"
-        words += f" --max_prompts 6 --samples 2 --decoding sampled --batch_size {size} --dtype fp32"
-        words += f" --exact_rollout --json {tmp_path}/{size}.json"
-        finished = subprocess.run(
-            [sys.executable, "-m", "dschat_ppo.tools.evaluate", *words.split()],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert finished.returncode == 0, finished.stderr
-        assert "log-probs equal those of training to the last bit" in finished.stdout
         found = json.loads((tmp_path / f"{size}.json").read_text())
         responses.append([result["prompts"] for result in found["results"]])
     assert responses[0] == responses[1]
