@@ -159,6 +159,9 @@ RUNS = {
         None,
     ),
 }
+# Only a release runs them: the code that saves and restores them is that of the others, and what is
+# their own has tests in one process or in `test_ranks_layouts.py`.
+RUNS_OF_A_RELEASE = ("kto", "packed", "distilled", "shared rows")
 ALONE = "--actor_zero_stage 2 --critic_zero_stage 2"
 # a PPO step that makes no second update
 REFUSED = "--critic_warmup_rollouts 0 --max_log_ratio 0.001"
@@ -172,6 +175,29 @@ def case(assets, output, name: str, places: list, ranks: int = 2, more: str = ""
         .split()
     )
     return step, [str(int(word[1:]) // ranks) if word[0] == "@" else word for word in words], places
+
+
+def first_starts(assets, folder, in_release: bool) -> dict[str, tuple]:
+    """The runs that are not interrupted, and those that are stopped and resumed at once."""
+    starts = {}
+    for name, (_, _, places) in RUNS.items():
+        if (name in RUNS_OF_A_RELEASE) != in_release:
+            continue
+        home = folder / name.replace(" ", "_")
+        starts[f"{name} whole"] = case(assets, home / "whole", name, [None])
+        if places and name in ("ppo", "shared rows"):
+            starts[f"{name} cut"] = case(assets, home / "cut", name, places)
+        elif places:
+            starts[f"{name} cut"] = case(assets, home / "cut", name, [*places, None])
+    return starts
+
+
+def run_all(launches: list[tuple[int, dict]], folder, found: dict) -> None:
+    """Run the cases of each (ranks, cases), and add how they ended to `found`."""
+    for ranks, cases in launches:
+        for name, starts in run_steps(cases, folder, ranks).items():
+            found.setdefault(name, []).extend(starts)
+    assert not any(start["error"] for starts in found.values() for start in starts)
 
 
 @pytest.fixture(scope="module")
@@ -193,43 +219,72 @@ def runs(assets, tmp_path_factory):
     model.save_pretrained(assets / "few_rows"), tokenizer.save_pretrained(assets / "few_rows")
 
     def at(name: str, how: str, places: list, ranks: int = 2, more: str = "") -> tuple:
-        return case(assets, folder / name.replace(" ", "_") / how, name, places, ranks, more)
+        return case(assets, folder / name / how, name, places, ranks, more)
 
-    first = {f"{name} whole": at(name, "whole", [None]) for name in RUNS}
-    first |= {
-        f"{name} cut": at(name, "cut", [*places, None])
-        for name, (_, _, places) in RUNS.items()
-        if places
-    }
-    first |= {f"{name} cut": at(name, "cut", RUNS[name][2]) for name in ("ppo", "shared rows")}
-    found = run_steps(first, folder, ranks=2)
-    for name in ("ppo", "shared_rows"):
-        shutil.copytree(folder / name / "cut", folder / name / "moved")
+    found: dict = {}
+    run_all([(2, first_starts(assets, folder, in_release=False))], folder, found)
+    shutil.copytree(folder / "ppo/cut", folder / "ppo/moved")
+    shutil.copytree(folder / "sft/cut", folder / "sft/extended")
     alone = {
-        f"{name} alone": at(name, "alone", [None], 1)
-        for name in ("packed", "shared rows", "stream")
+        "stream alone": at("stream", "alone", [None], 1),
+        "ppo moved": at("ppo", "moved", [None], 1, ALONE),
+        "ppo more": at("ppo", "more", [INSIDE], 1, ALONE),
+        "ppo refused": at("ppo", "refused", [BEFORE], 1, f"{ALONE} {REFUSED}"),
     }
-    alone["shared rows moved"] = at("shared rows", "moved", [None], 1)
-    alone["ppo moved"] = at("ppo", "moved", [None], 1, ALONE)
-    alone["ppo more"] = at("ppo", "more", [INSIDE], 1, ALONE)
-    alone["ppo refused"] = at("ppo", "refused", [BEFORE], 1, f"{ALONE} {REFUSED}")
-    last = {
-        "ppo more": at("ppo", "more", [None]),
-        "ppo refused": at("ppo", "refused", [None], 2, REFUSED),
-    }
-    last |= {f"{name} cut": at(name, "cut", [None]) for name in ("ppo", "shared rows")}
-    last["again"] = at("sft", "whole", [None])
-    last["checked"] = at("ppo", "checked", [None], 2, "--validate_only")
     forced = (
         "--num_train_epochs 3 --learning_rate 0.02 --lr_scheduler_type constant --resume_force True"
     )
-    shutil.copytree(folder / "sft/cut", folder / "sft/extended")
-    last["other"] = at("sft", "extended", [None], 2, forced)
-    for ranks, cases in ((1, alone), (2, last)):
-        for name, starts in run_steps(cases, folder, ranks).items():
-            found.setdefault(name, []).extend(starts)
-    assert not any(start["error"] for starts in found.values() for start in starts)
+    last = {
+        "ppo more": at("ppo", "more", [None]),
+        "ppo refused": at("ppo", "refused", [None], 2, REFUSED),
+        "ppo cut": at("ppo", "cut", [None]),
+        "again": at("sft", "whole", [None]),
+        "checked": at("ppo", "checked", [None], 2, "--validate_only"),
+        "other": at("sft", "extended", [None], 2, forced),
+    }
+    run_all([(1, alone), (2, last)], folder, found)
     return folder, found
+
+
+@pytest.fixture(scope="module")
+def further_runs(runs, assets, tmp_path_factory):
+    """As `runs`, of those that only a release runs."""
+    folder = tmp_path_factory.mktemp("further")
+    found: dict = {}
+    run_all([(2, first_starts(assets, folder, in_release=True))], folder, found)
+    rows = folder / "shared_rows"
+    shutil.copytree(rows / "cut", rows / "moved")
+    alone = {
+        "packed alone": case(assets, folder / "packed/alone", "packed", [None], 1),
+        "shared rows alone": case(assets, rows / "alone", "shared rows", [None], 1),
+        "shared rows moved": case(assets, rows / "moved", "shared rows", [None], 1),
+    }
+    last = {"shared rows cut": case(assets, rows / "cut", "shared rows", [None])}
+    run_all([(1, alone), (2, last)], folder, found)
+    return folder, found
+
+
+@pytest.fixture
+def runs_of(request):
+    """Name of a run -> `runs` or `further_runs`, which has it."""
+
+    def chosen(name: str) -> tuple:
+        if name in RUNS_OF_A_RELEASE:
+            return request.getfixturevalue("further_runs")
+        return request.getfixturevalue("runs")
+
+    return chosen
+
+
+def with_marks(names: list[str]) -> list:
+    """Parameters whose first words are the name of a run: only a release runs some of them."""
+    parameters = []
+    for name in names:
+        marks = ()
+        if name.startswith(RUNS_OF_A_RELEASE):
+            marks = pytest.mark.release
+        parameters.append(pytest.param(name, marks=marks))
+    return parameters
 
 
 @pytest.fixture(scope="module")
@@ -241,9 +296,11 @@ def kept_models(folder) -> list:
     return sorted(path.relative_to(folder) for path in folder.rglob("*.safetensors"))
 
 
-@pytest.mark.parametrize("name", [name for name, (_, _, places) in RUNS.items() if places])
-def test_a_resumed_run_has_the_metrics_models_and_samples_of_an_uninterrupted_one(runs, name):
-    folder, found = runs
+@pytest.mark.parametrize(
+    "name", with_marks([name for name, (_, _, places) in RUNS.items() if places])
+)
+def test_a_resumed_run_has_the_metrics_models_and_samples_of_an_uninterrupted_one(runs_of, name):
+    folder, found = runs_of(name)
     starts = found[f"{name} cut"]
     assert [start["stopped"] is not None for start in starts] == [True] * (len(starts) - 1) + [
         False
@@ -268,18 +325,20 @@ def test_a_resumed_run_has_the_metrics_models_and_samples_of_an_uninterrupted_on
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "ppo more",
-        "ppo moved",
-        "shared rows whole",
-        "shared rows moved",
-        "packed whole",
-        "stream whole",
-    ],
+    with_marks(
+        [
+            "ppo more",
+            "ppo moved",
+            "shared rows whole",
+            "shared rows moved",
+            "packed whole",
+            "stream whole",
+        ]
+    ),
 )
-def test_another_number_of_ranks_and_another_stage_match_within_rounding(runs, name):
-    folder, found = runs
+def test_another_number_of_ranks_and_another_stage_match_within_rounding(runs_of, name):
     run, how = name.rsplit(" ", 1)
+    folder, found = runs_of(run)
     home = folder / run.replace(" ", "_")
     expected, lines = (
         numbers_of(home / ("whole" if run == "ppo" else "alone")),
