@@ -24,8 +24,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def out(assets, tmp_path_factory):
-    """Output folders `sft`, `reward`, `ppo` (and `again`, the same once more) of runs on two ZeRO-3
-    ranks in fp32."""
+    """Output folders `sft`, `reward` and `ppo` of runs on two ZeRO-3 ranks in fp32."""
     folder = tmp_path_factory.mktemp("steps")
     (folder / "sft.yaml").write_text(
         "learning_rate: 1.0\nnum_train_epochs: 3\nzero_stage: 3\ndtype: fp32\n"
@@ -72,12 +71,10 @@ def out(assets, tmp_path_factory):
         " --temperature 0.8"
     )
     ppo += " --deterministic"
-    again = ppo.replace(f"{folder}/ppo", f"{folder}/again")
     lines = {
         "sft": ("sft", sft),
         "reward": ("reward", reward),
         "ppo": ("ppo", ppo),
-        "again": ("ppo", again),
     }
     found = run_steps(
         {name: (step, words.split()) for name, (step, words) in lines.items()}, folder
@@ -124,7 +121,11 @@ def test_first_ratio_is_one_and_kl_to_the_reference_starts_at_zero(out):
         assert line["kl/ref_k3"] > 0
 
 
+@pytest.mark.release
 def test_a_run_is_reproducible_from_its_seed(out):
+    """For each change `test_ranks_resume.py` shows it of runs that are stopped, bit for bit."""
+    words = ["--config", out / "ppo/config.yaml", "--output_dir", out / "again"]
+    run_steps({"again": ("ppo", words)}, out)
     first, second = (numbers_of(out / name) for name in ("ppo", "again"))
     assert first == second and len(first) == 3
 
