@@ -16,11 +16,13 @@ from dschat_ppo.tools import toy
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 COMMON = (
-    "--data_split 0,0,1 --dtype fp32 --actor_zero_stage 3 --critic_zero_stage 3"
-    " --max_prompt_seq_len 32 --max_answer_seq_len 6 --per_device_generation_batch_size 2"
+    "--data_split 0,0,1 --dtype fp32 --max_prompt_seq_len 32 --max_answer_seq_len 6"
+    " --per_device_generation_batch_size 2"
     " --n_samples_per_prompt 4 --per_device_training_batch_size 4 --num_warmup_steps 0"
     " --actor_learning_rate 0.003 --enable_test_mode"
 )
+# for cases that build or score a model in a way of their own; the others are about rewards
+DIVIDED = "--actor_zero_stage 3 --critic_zero_stage 3 "
 REWARDS = """
 def letters(prompts, responses, **columns):
     return [
@@ -90,7 +92,8 @@ def cases_of(data, url: str) -> dict[str, str]:
     no_model = "--use_reward_model False --test_stop_step 10 "
     return {
         "remax": (
-            f"{learned} --advantage_estimator remax --kl_target 0.01 --normalize_rewards running "
+            f"{learned} {DIVIDED}--advantage_estimator remax --kl_target 0.01"
+            " --normalize_rewards running "
             f"--test_stop_step 3 --reward_function {functions}:letters:0.5 "
             f"--unsupervised_dataset_name {data / 'plain.jsonl'} --unsup_coef 0.1"
         ),
@@ -104,14 +107,17 @@ def cases_of(data, url: str) -> dict[str, str]:
             "--per_device_generation_batch_size 10 --per_device_training_batch_size 20"
         ),
         "foreign": (
-            f"--advantage_estimator grpo --reward_model_name_or_path {data / 'foreign'}"
+            f"{DIVIDED}--advantage_estimator grpo"
+            f" --reward_model_name_or_path {data / 'foreign'}"
             " --test_stop_step 1 --normalize_rewards model"
         ),
         "steps": (
-            f"--critic_model_name_or_path {data / 'prm'} --process_reward min --test_stop_step 1"
+            f"{DIVIDED}--critic_model_name_or_path {data / 'prm'} --process_reward min"
+            " --test_stop_step 1"
         ),
         "new head": (
-            f"{no_model}--reward_function {functions}:letters --critic_learning_rate 0.003"
+            f"{DIVIDED}{no_model}--reward_function {functions}:letters"
+            " --critic_learning_rate 0.003"
             " --test_stop_step 3"
         ),
         "unhealthy": (

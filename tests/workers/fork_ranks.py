@@ -19,6 +19,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import sys
@@ -28,7 +29,9 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from fixed_dtype import use_bf16_by_default
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+import dschat_ppo
 from dschat_ppo.common.processes import signal_when_parent_ends
 
 IMPORTED = (
@@ -41,6 +44,8 @@ IMPORTED = (
     "torch.utils.tensorboard",
     "transformers.models.llama.modeling_llama",
 )
+# modules of the package that no run imports, or none without a GPU
+NOT_IMPORTED = ("dschat_ppo.__main__", "dschat_ppo.gpu_kernels", "dschat_ppo.tools")
 NEW_MOUNTS, NEW_NAME, NEW_MEMORY, NEW_PROCESSES, NETWORK = (
     0x20000,
     0x4000000,
@@ -174,7 +179,12 @@ def import_libraries() -> TextIO:
     os.dup2(2, 1)  # what a library prints is no answer
     for name in IMPORTED:
         importlib.import_module(name)
+    for module in pkgutil.walk_packages(dschat_ppo.__path__, "dschat_ppo."):
+        if not module.name.startswith(NOT_IMPORTED):
+            importlib.import_module(module.name)
     importlib.import_module("dschat_ppo.engine.build_engine")._import_muon()
+    # transformers builds its table of renamed weights when it loads the first model
+    get_checkpoint_conversion_mapping("llama")
     use_bf16_by_default()
     gc.collect()
     gc.freeze()  # the ranks share these pages
