@@ -47,48 +47,67 @@ def losses(folder):
     return [line["loss"] for line in numbers_of(folder) if "loss" in line]
 
 
+# name of a run -> (family of its model, ZeRO stage, further flags)
+RUNS = {
+    "zero0": ("idefics3", 0, []),
+    "zero3": ("idefics3", 3, []),
+    "resumed": ("idefics3", 3, ["--image_cache_gb", "0"]),
+    "lora": ("idefics3", 0, LORA),
+    "qwen": ("qwen3_vl", 3, []),
+    "dpo": ("idefics3", 3, ["--objective", "dpo"]),
+    "reward": ("qwen3_vl", 3, ["--objective", "reward"]),
+    "reward_lora": ("idefics3", 0, ["--objective", "reward", *LORA]),
+    "reward_resumed": ("qwen3_vl", 3, ["--objective", "reward"]),
+}
+RUN_OF_A_RELEASE = "reward_resumed"  # the trainer of `resumed`, with other rows
+
+
+def case_of(folder, name: str) -> tuple:
+    """(step, words) of a run, and where it is stopped."""
+    family, stage, further = RUNS[name]
+    data = folder / "rows.jsonl"
+    words = [*flags(folder / family, data, "--eval_data_path", str(data)), *SIZES, *further]
+    words += ["--output_dir", str(folder / name), "--zero_stage", str(stage)]
+    step = "sft"
+    if "--objective" in further:
+        step = "reward"
+        words[words.index("1,0,0")] = "0,1,0"
+        pairs = str(folder / "pairs/rows.jsonl")
+        words = [pairs if word == str(data) else word for word in words]
+    if name.endswith("resumed"):
+        return step, words, ["step_000002", None]
+    return step, words
+
+
+def run_cases(folder, names: list[str]) -> None:
+    """Run these on two ranks; one that is stopped is resumed."""
+    ended = run_steps({name: case_of(folder, name) for name in names}, folder)
+    for name, end in ended.items():
+        if name.endswith("resumed"):
+            stopped, end = end
+            assert stopped["stopped"] is not None
+        assert end["error"] is None, end
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Name of a run -> its folder."""
+    """The folder with the folders of the runs."""
     folder = tmp_path_factory.mktemp("runs")
-    write_pictures(folder)
-    (folder / "pairs").mkdir()
-    pairs = write_rows(folder / "pairs", PAIRS)
-    write_pictures(folder / "pairs")
-    data = write_rows(folder, ROWS)
-    vlms = {}
+    for rows_folder, rows in ((folder, ROWS), (folder / "pairs", PAIRS)):
+        rows_folder.mkdir(exist_ok=True)
+        write_pictures(rows_folder)
+        write_rows(rows_folder, rows)
     for family in ("idefics3", "qwen3_vl"):
-        vlms[family] = save_tiny_vlm(folder / family, family)
-    cases = {}
-    for name, family, stage, further in (
-        ("zero0", "idefics3", 0, []),
-        ("zero3", "idefics3", 3, []),
-        ("resumed", "idefics3", 3, ["--image_cache_gb", "0"]),
-        ("lora", "idefics3", 0, LORA),
-        ("qwen", "qwen3_vl", 3, []),
-        ("dpo", "idefics3", 3, ["--objective", "dpo"]),
-        ("reward", "qwen3_vl", 3, ["--objective", "reward"]),
-        ("reward_resumed", "qwen3_vl", 3, ["--objective", "reward"]),
-        ("reward_lora", "idefics3", 0, ["--objective", "reward", *LORA]),
-    ):
-        words = [*flags(vlms[family], data, "--eval_data_path", str(data)), *SIZES, *further]
-        words += ["--output_dir", str(folder / name), "--zero_stage", str(stage)]
-        cases[name] = ("sft", words)
-        if name in ("dpo", "reward", "reward_resumed", "reward_lora"):
-            words[words.index("1,0,0")] = "0,1,0"
-            words[words.index(str(data))] = str(pairs)
-            words[words.index(str(data))] = str(pairs)
-            cases[name] = ("reward", words)
-        if name.endswith("resumed"):
-            cases[name] = (*cases[name], ["step_000002", None])
-    ended = run_steps(cases, folder)
-    for name in ("resumed", "reward_resumed"):
-        stopped, last = ended.pop(name)
-        assert stopped["stopped"] is not None
-        assert last["error"] is None, last
-    for end in ended.values():
-        assert end["error"] is None, end
+        save_tiny_vlm(folder / family, family)
+    run_cases(folder, [name for name in RUNS if name != RUN_OF_A_RELEASE])
     return folder
+
+
+@pytest.fixture(scope="module")
+def further_runs(runs):
+    """The same folder, with the run of a release too."""
+    run_cases(runs, [RUN_OF_A_RELEASE])
+    return runs
 
 
 def test_all_zero_stages_give_the_same_losses(runs):
@@ -98,9 +117,16 @@ def test_all_zero_stages_give_the_same_losses(runs):
     assert losses(runs / "dpo")[0] == pytest.approx(0.6931, abs=1e-3)
 
 
-@pytest.mark.parametrize(("name", "whole"), [("resumed", "zero3"), ("reward_resumed", "reward")])
-def test_a_resumed_run_has_the_bits_of_the_whole_one(runs, name, whole):
+@pytest.mark.parametrize(
+    ("folder", "name", "whole"),
+    [
+        ("runs", "resumed", "zero3"),
+        pytest.param("further_runs", RUN_OF_A_RELEASE, "reward", marks=pytest.mark.release),
+    ],
+)
+def test_a_resumed_run_has_the_bits_of_the_whole_one(request, folder, name, whole):
     """Also without a cache of what the tower made, as `resumed` is."""
+    runs = request.getfixturevalue(folder)
     assert numbers_of(runs / name) == numbers_of(runs / whole)
     of_whole = load_file(runs / whole / "model.safetensors")
     resumed = load_file(runs / name / "model.safetensors")
