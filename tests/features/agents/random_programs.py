@@ -116,6 +116,9 @@ class RandomFront:
         self.agents.programs[index].asked[self.count] = prompt, body
         self.events.append(FrontEvent("call", self.count, index, CHAT, retries, body))
 
+    def flush(self):
+        """Its replies arrive at once."""
+
     def poll(self, seconds=0.0):
         for index in sorted(self.agents.running):
             program = self.agents.programs[index]
