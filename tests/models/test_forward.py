@@ -136,7 +136,11 @@ def test_scores_and_gradients_are_those_of_each_row_alone(name, way, change):
         ),
         ("bloom", "padded few"),
         ("gemma2", "padded few"),
-        *((name, way) for name in ("lfm2", "granite-hybrid", "qwen3-next") for way in OF_PACKED),
+        *((name, "shared few") for name in ("lfm2", "granite-hybrid", "qwen3-next")),
+        *(  # the other layout of packed rows shows the same
+            pytest.param(name, "packed", marks=pytest.mark.release)
+            for name in ("lfm2", "granite-hybrid", "qwen3-next")
+        ),
     ],
 )
 def test_values_and_last_scores_and_gradients_are_those_of_each_row_alone(name, way):

@@ -23,9 +23,26 @@ from dschat_ppo.rewards.reward_source import RewardMixture
 ANSWERS = ["It is in the hall.", "I do not know", "The lamp is naïve 😀", "in the hall " * 9]
 
 
-@pytest.mark.parametrize("kernels", ["padded", "selected"])
-@pytest.mark.parametrize("labels", ["no,yes", "1..10", "not at all,in the hall"])
-@pytest.mark.parametrize(("kind", "template"), [("bytes", True), ("pieces", True), ("bytes", None)])
+KINDS = [("bytes", True), ("pieces", True), ("bytes", None)]
+LABELS = ("no,yes", "1..10", "not at all,in the hall")
+# kernels do not know of labels, so two cases are enough without them
+OFTEN = [
+    *((*kind, labels, "selected") for kind in KINDS for labels in LABELS),
+    ("bytes", True, "not at all,in the hall", "padded"),
+    ("pieces", True, "1..10", "padded"),
+]
+BEFORE_A_RELEASE = [
+    (*kind, labels, "padded")
+    for kind in KINDS
+    for labels in LABELS
+    if (*kind, labels, "padded") not in OFTEN
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "template", "labels", "kernels"),
+    [*OFTEN, *(pytest.param(*case, marks=pytest.mark.release) for case in BEFORE_A_RELEASE)],
+)
 def test_scores_are_those_of_transformers(kernels, labels, kind, template):
     made = tokenizer(kind)
     if template is None:
