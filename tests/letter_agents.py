@@ -1,7 +1,7 @@
 """Agents about letters: a function that calls the model by plain HTTP, and the flags of a run with
 it. It can kill its rank."""
 
-import json
+from letter_runs import words_of_run
 
 AGENT = '''
 import json, os, pathlib, signal, threading, time, urllib.request
@@ -52,31 +52,11 @@ def play(base_url, api_key, row, number):
     note("ends")
     return {"call_rewards": rewards, "asked": len(rewards)}
 '''
-FLAGS = (
-    "--use_reward_model False --advantage_estimator grpo --n_samples_per_prompt 2"
-    " --max_answer_seq_len 200 --kl_coef 0.1 --max_steps 3 --actor_learning_rate 0.0001"
-    " --num_warmup_steps 0 --dtype fp32 --seed 3 --per_device_training_batch_size 2"
-    " --max_prompt_seq_len 48 --chat_template chatml"
-).split()
+FLAGS = "--max_answer_seq_len 200 --chat_template chatml".split()
 
 
 def words_for(assets, folder, output, *more):
     """The command line of step 3; makes the agent and the rows in `folder`. With a number in the
     file `most` there, the rank is killed while it answers that call."""
-    (folder / "letters.py").write_text(AGENT)
-    rows = [json.loads(line) for line in (assets / "prompts.jsonl").read_text().splitlines()]
-    (folder / "rows.jsonl").write_text(
-        "".join(json.dumps(row | {"number": n}) + "\n" for n, row in enumerate(rows))
-    )
-    return [
-        "--actor_model_name_or_path",
-        assets / "lm",
-        "--data_path",
-        folder / "rows.jsonl",
-        *FLAGS,
-        "--agent",
-        f"{folder / 'letters.py'}:play",
-        "--output_dir",
-        folder / output,
-        *more,
-    ]
+    agent = ("--agent", f"{folder / 'letters.py'}:play")
+    return words_of_run(assets, folder, output, AGENT, *FLAGS, *agent, *more)

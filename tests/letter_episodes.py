@@ -1,7 +1,7 @@
 """Episodes about letters: an environment whose episodes have other numbers of turns, which can kill
 its rank, and the flags of a run with it."""
 
-import json
+from letter_runs import words_of_run
 
 ENVIRONMENT = '''
 import os, pathlib, random, signal, time
@@ -38,36 +38,12 @@ class Letters:
         seen = f" {text.count('e')} letters. " * (self.turns % 2 + 1)
         return seen, text.count("e") / 4, self.turns == self.most, False, {}
 '''
-FLAGS = (
-    "--use_reward_model False --advantage_estimator grpo --n_samples_per_prompt 2"
-    " --max_answer_seq_len 48 --kl_coef 0.1 --max_steps 3 --actor_learning_rate 0.0001"
-    " --num_warmup_steps 0 --dtype fp32 --seed 3 --per_device_training_batch_size 2"
-    f" --max_prompt_seq_len 48 --stop_token_ids {' '.join(map(str, range(40, 80)))}"
-).split()
+FLAGS = ["--max_answer_seq_len", 48, "--stop_token_ids", *range(40, 80)]
 
 
 def words_for(assets, folder, output, *more):
     """The command line of step 3; makes the environment and the rows in `folder`. With a file
     `slow` there, each answer takes another time; with a number in the file `most`, the rank is
     killed in that call of the environment."""
-    (folder / "letters.py").write_text(ENVIRONMENT)
-    rows = [json.loads(line) for line in (assets / "prompts.jsonl").read_text().splitlines()]
-    (folder / "rows.jsonl").write_text(
-        "".join(json.dumps(row | {"number": n}) + "\n" for n, row in enumerate(rows))
-    )
-    return [
-        "--actor_model_name_or_path",
-        assets / "lm",
-        "--data_path",
-        folder / "rows.jsonl",
-        *FLAGS,
-        "--environment",
-        f"{folder / 'letters.py'}:Letters",
-        "--output_dir",
-        folder / output,
-        *more,
-    ]
-
-
-def samples_of(output):
-    return [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
+    environment = ("--environment", f"{folder / 'letters.py'}:Letters")
+    return words_of_run(assets, folder, output, ENVIRONMENT, *FLAGS, *environment, *more)

@@ -144,12 +144,16 @@ class ContextRow:
 
 
 class EpisodeTree:
-    """The calls of one episode. `seed`: of its first context (64 bits, signed)."""
+    """The calls of one episode. `seed`: of its first context (64 bits, signed); `has_first`: that
+    one began before a kill, whichever call comes first now."""
 
-    def __init__(self, tokens: PromptTokens, limits: EpisodeLimits, seed: int):
+    def __init__(
+        self, tokens: PromptTokens, limits: EpisodeLimits, seed: int, has_first: bool = False
+    ):
         self.tokens = tokens
         self.limits = limits
         self.seed = seed
+        self.has_first = has_first
         self.calls = list[ModelCall]()
         self.contexts = list[Context]()  # that are trained
         self.rerendered = 0  # contexts that begin because the template renders turns differently
@@ -287,7 +291,7 @@ class EpisodeTree:
                 " last ones, with the replies as they were sent",
             )
         seed = self.seed
-        if self.contexts:
+        if self.contexts or self.has_first:
             repeat = sum(context.prompt_ids == prompt_ids for context in self.contexts)
             seed = seed_of(self.seed, prompt_ids, repeat, "trained")
         index = len(self.contexts)

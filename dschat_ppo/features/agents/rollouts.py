@@ -131,7 +131,8 @@ class AgentRollouts:
         for text in token_rows["row"]:
             rows += [json.loads(text)] * task.config.samples
         check_parameters(self.flags, agent_parameters(self.flags), token_rows["row"])
-        questions = self._questions(task, rows)
+        limits = self._limits(task)
+        questions = self._questions(task, rows, limits)
         known = self._known(task, questions)
         missing = [index for index, episode in enumerate(known) if episode is None]
 
@@ -145,7 +146,7 @@ class AgentRollouts:
 
         began = time.monotonic()
         records = records_of(self.journal, [questions[index] for index in missing])
-        turns = self._answer_calls(generate, task, rows, missing, keep, records)
+        turns = self._answer_calls(generate, task, limits, rows, missing, keep, records)
         seconds = time.monotonic() - began
         for episode in turns.episodes:
             if not episode.is_over:  # the rollout was cancelled
@@ -167,6 +168,7 @@ class AgentRollouts:
         self,
         generate: Generate,
         task: RolloutTask,
+        limits: EpisodeLimits,
         rows: Sequence[Row],
         missing: Sequence[int],
         keep: Callable[[int, PlayedEpisode], None],
@@ -174,7 +176,6 @@ class AgentRollouts:
     ) -> AgentTurns:
         """Play the episodes `missing` of a task, each of which `keep` gets at its end; `records`:
         what the journal has of them. Collective."""
-        limits = self._limits(task)
         turns = AgentTurns(
             self.agents, self.front, self.tokenizer, limits, vars(task.config.sampling)
         )
@@ -196,13 +197,19 @@ class AgentRollouts:
         self.agents.end_all()
         return turns
 
-    def _questions(self, task: RolloutTask, rows: Sequence[Row]) -> list[str]:
-        """What the journal knows each episode by."""
+    def _questions(
+        self, task: RolloutTask, rows: Sequence[Row], limits: EpisodeLimits
+    ) -> list[str]:
+        """What the journal knows each episode by: a run that goes on with another agent, with
+        another temperature or with other limits plays it again."""
         name = "/".join(str(word) for word in (task.purpose, *task.path))
-        files = "".join(checksum(Path(file))[:16] for _, file in agent_files(self.flags))
+        agent = [self.flags.as_written]
+        agent += [checksum(Path(file)) for _, file in agent_files(self.flags)]
+        stopping = task.config.stopping
+        sampling = [vars(task.config.sampling), stopping.ids, stopping.stop_strings]
         questions = list[str]()
         for index, (row, seed) in enumerate(zip(rows, task.seeds.tolist(), strict=True)):
-            told = json.dumps([files, self.flags.as_written, row, seed], sort_keys=True)
+            told = json.dumps([agent, sampling, vars(limits), row, seed], sort_keys=True)
             digest = hashlib.sha256(told.encode()).hexdigest()[:24]
             questions.append(f"{name}/{task.first + index}:{digest}")
         return questions

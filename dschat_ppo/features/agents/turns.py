@@ -179,7 +179,8 @@ class AgentTurns:
         records = records or [RecordedEpisode() for _ in rows]
         for index, (row, seed) in enumerate(zip(rows, seeds, strict=True)):
             tokens = TemplateTokens(self.tokenizer, row.get(VARIABLES))
-            tree = EpisodeTree(tokens, self.limits, seed)
+            has_first = records[index].next_order > 0
+            tree = EpisodeTree(tokens, self.limits, seed, has_first)
             key = self.front.admit(self.first + index)
             episode = AgentEpisode(index, tree, key, records[index], since=time.monotonic())
             self.episodes.append(episode)

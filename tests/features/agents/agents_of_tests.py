@@ -37,9 +37,15 @@ async def loop(client, **_):
 
 
 async def concurrent(client, **_):
-    choices = await asyncio.gather(*(say(client, [user(f"say {n}")], max_tokens=30) for n in "abc"))
-    assert [choice.message.content for choice in choices] == ["said a", "said b", "said c"]
-    return 3
+    calls = [
+        client.chat.completions.create(model="policy", messages=[user(f"say {n}")], max_tokens=30)
+        for n in (2, 4, 6)
+    ]
+    replies = await asyncio.gather(*calls)
+    assert [reply.choices[0].message.content for reply in replies] == ["said 2", "said 4", "said 6"]
+    replies.sort(key=lambda reply: int(reply.id.rpartition("-")[2]))  # as they came
+    numbers = [float(reply.choices[0].message.content[-1]) for reply in replies]
+    return {"reward": 1, "call_rewards": numbers}
 
 
 async def streams(client, **_):

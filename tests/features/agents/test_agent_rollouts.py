@@ -76,10 +76,12 @@ class ScriptedGeneration:
         return None, []
 
 
-def task_of(words, samples=1):
+def task_of(words, samples=1, temperature=1.0):
     rows = [json.dumps({"word": word, "_messages": []}) for word in words]
     ids = [encode_prompt(TOKENIZER, word) for word in words]
-    config = GenerationConfig(SamplingParameters(), StoppingCriteria(400), samples=samples)
+    config = GenerationConfig(
+        SamplingParameters(temperature), StoppingCriteria(400), samples=samples
+    )
     prompts = Dataset.from_dict({"row": rows, "prompt_ids": ids})
     return RolloutTask(prompts, range(len(words)), config, 7, (3,), 0, 3)
 
@@ -187,11 +189,13 @@ def test_finished_agents_do_not_play_again(rollouts_of, tmp_path):
     for name in ("turn_rewards", "failed"):
         assert torch.equal(first.extra[name], again.extra[name])
     assert torch.equal(first.finish_reason, again.finish_reason)
-    # another file of the agent, another seed: all play
+    # another temperature, another file of the agent: all play
+    sample(task_of(WORDS, temperature=0.5))
+    assert len(played(tmp_path)) == 2 + len(WORDS)
     (tmp_path / "own.py").write_text(AGENT + "\n")
     _, _, sample = rollouts_of(output)
     sample(task_of(WORDS))
-    assert len(played(tmp_path)) == 2 + len(WORDS)
+    assert len(played(tmp_path)) == 2 + 2 * len(WORDS)
 
 
 def test_all_agents_of_the_first_rollout_fail(rollouts_of):

@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 from random_agents import SHAPES_OF_AGENTS
 from scripted_engine import ScriptedEngine
 
@@ -121,7 +122,7 @@ def test_a_loop_with_tools_is_one_context(cases):
 @pytest.mark.parametrize(
     ("case", "reward", "calls", "contexts"),
     [
-        ("concurrent", 3, 3, 3),
+        ("concurrent", 1, 3, 3),
         ("streams", 1, 1, 1),
         ("stops", 1, 2, 2),
         ("ids", 1, 2, 1),
@@ -142,6 +143,19 @@ def test_agents_that_play_to_their_end(cases, case, reward, calls, contexts):
     assert len(episode.trained_calls) == calls
     rows = rows_of(episode)
     assert len(rows) == contexts and sum(len(row.call_ends) for row in rows) == calls
+
+
+def test_rewards_of_concurrent_calls_land_on_the_calls_that_their_ids_name(cases):
+    episode = cases[0]["concurrent"].played()
+    tokens = sum(len(context.response_ids) for context in episode.contexts)
+    prompts = sum(len(context.prompt_ids) for context in episode.contexts[1:])
+    rewards = torch.zeros(tokens + prompts)
+    episode.place_rewards(rewards)
+    numbers = [decoded(TOKENIZER, each.response_ids)[len("said ")] for each in episode.contexts]
+    expected = [float(number) for number in numbers]
+    expected[-1] += 1  # the last call that came has the reward of the episode, too
+    assert sorted(numbers) == ["2", "4", "6"]
+    assert rewards[rewards.nonzero()].flatten().tolist() == expected
 
 
 def test_what_is_counted(cases):

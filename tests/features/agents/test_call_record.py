@@ -352,6 +352,17 @@ def test_the_order_of_concurrent_calls_changes_no_seed():
     assert all(-(2**63) <= seed < 2**63 for seed in seeds[0].values())
 
 
+def test_the_first_context_after_a_kill_has_not_the_seed_of_the_first_one_before():
+    tokenizer, _ = SHAPES_OF_AGENTS["plain"]
+    seeds = []
+    for has_first in (False, True):
+        tree = EpisodeTree(TemplateTokens(tokenizer), WIDE, SEED, has_first)
+        seeds.append(tree.begin(chat(user("Where?"))).context.seed)
+    late, _, _ = tree_of()
+    late.begin(chat(user("Begin.")))
+    assert seeds == [SEED, late.begin(chat(user("Where?"))).context.seed]
+
+
 def test_a_request_that_tries_again_gets_the_lost_reply():
     tree, _, _ = tree_of()
     first, second = (tree.begin(chat(user("Where?")), key="a") for _ in range(2))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from launch import forked, metrics_of, succeed
 from letter_agents import words_for
+from letter_runs import samples_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -46,10 +47,6 @@ def depends_on_time(key):
 def count(folder, name):
     """How often agents have noted this."""
     return len((folder / name).read_text().split())
-
-
-def samples_of(output):
-    return [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
 
 
 def test_agents_play_and_training_sees_what_the_model_drew(run_of):

@@ -4,7 +4,8 @@ of generation."""
 import numpy as np
 import pytest
 from launch import forked, metrics_of, succeed
-from letter_episodes import samples_of, words_for
+from letter_episodes import words_for
+from letter_runs import samples_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 from launch import forked, metrics_of, succeed
-from letter_episodes import samples_of, words_for
+from letter_episodes import words_for
+from letter_runs import samples_of
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
