@@ -11,31 +11,18 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dschat_ppo.features.agents.contexts import rows_of_episodes
 from dschat_ppo.features.agents.forms import AgentResult
-from dschat_ppo.rollout.sequence_buffers import left_padded
-from dschat_ppo.types import FinishReason, PromptBatch, Rollout
-
-
-@dataclass(frozen=True)
-class PlayedContext:
-    """A context: its prompt, and the n tokens after it, with True on those that the model chose.
-    `call_ends`: (index of a call in the episode, index of its last token after the prompt)."""
-
-    prompt_ids: list[int]
-    response_ids: list[int]
-    is_chosen: list[bool]
-    logprobs: list[float]
-    call_ends: list[tuple[int, int]]
+from dschat_ppo.features.agents.record import ContextTokens
+from dschat_ppo.types import PromptBatch, Rollout, pad_rows, to_device
 
 
 @dataclass(frozen=True)
 class PlayedEpisode:
     """An episode whose agent has ended. `contexts`: those with a reply that the agent took, in
-    order. `finish_reason`: of its last call. `result`: None if the agent failed, as `problem` says.
-    `tools`: of its last context. `counts`: metrics."""
+    order. `finish_reason` and `tools`: of the last one's last call. `result`: None if the agent
+    failed, as `problem` says. `counts`: metrics."""
 
-    contexts: list[PlayedContext]
+    contexts: list[ContextTokens]
     finish_reason: int
     result: AgentResult | None
     problem: str
@@ -45,10 +32,10 @@ class PlayedEpisode:
     @classmethod
     def of_json(cls, value: Mapping[str, Any]) -> PlayedEpisode:
         """The inverse of `asdict`."""
-        contexts = list[PlayedContext]()
+        contexts = list[ContextTokens]()
         for context in value["contexts"]:
             ends = [(index, end) for index, end in context["call_ends"]]
-            contexts.append(PlayedContext(**{**context, "call_ends": ends}))
+            contexts.append(ContextTokens(**{**context, "call_ends": ends}))
         result = None
         if value["result"] is not None:
             result = AgentResult(**value["result"])
@@ -87,32 +74,57 @@ class PlayedEpisode:
 
 
 def rows_of_played(episodes: Sequence[PlayedEpisode], prompts: PromptBatch) -> Rollout:
-    """The rows (B, R) of episodes; `prompts` (B, P) are those of episodes without a reply. On the
-    device of the prompts."""
+    """The rows (B, R) of episodes. The contexts of an episode follow one another in its row: the
+    prompt of the first one is that of the row, and prompts of the others are tokens that nobody
+    chose. An episode without any has its prompt of `prompts` (B, P) and no token after it. On the
+    device of the prompts, with `contexts` and `episode_lengths`."""
     device = prompts.prompt_ids.device
-    contexts = list[PlayedContext]()
-    row_indices = list[int]()
-    reasons = list[int]()
+    own_prompts = to_device(prompts, "cpu")
+    row_prompts = list[Tensor]()
+    tokens = list[dict[str, Tensor]]()
     for row, episode in enumerate(episodes):
-        for context in episode.contexts:
-            contexts.append(context)
-            row_indices.append(row)
-            reasons.append(episode.finish_reason)
-    if not contexts:  # a sequence that is in no row
-        contexts.append(PlayedContext([0], [0], [False], [0.0], []))
-        row_indices.append(-1)
-        reasons.append(int(FinishReason.LENGTH))
-    batch = left_padded([torch.tensor(context.prompt_ids) for context in contexts])
-    chosen = [torch.tensor(context.is_chosen) for context in contexts]
-    ids = [torch.tensor(context.response_ids) for context in contexts]
-    logprobs = [torch.tensor(context.logprobs) for context in contexts]
-    sequences = Rollout(
-        prompt_ids=batch.prompt_ids.to(device),
-        prompt_mask=batch.prompt_mask.to(device),
-        response_ids=pad_sequence(ids, batch_first=True).to(device),
-        response_mask=pad_sequence(chosen, batch_first=True).to(device),
-        rollout_logprobs=pad_sequence(logprobs, batch_first=True).to(device),
-        finish_reason=torch.tensor(reasons, dtype=torch.int8, device=device),
-        episode_lengths=torch.tensor([len(each) for each in ids], device=device),
+        prompt = own_prompts.prompt_ids[row][own_prompts.prompt_mask[row]]
+        if episode.contexts:
+            prompt = torch.tensor(episode.contexts[0].prompt_ids)
+        row_prompts.append(prompt)
+        tokens.append(_tokens_after_prompt(episode))
+    masks = [torch.ones_like(prompt, dtype=torch.bool) for prompt in row_prompts]
+    columns = dict[str, Tensor]()
+    for name in tokens[0]:
+        columns[name] = pad_sequence([of_row[name] for of_row in tokens], batch_first=True)
+    rows = Rollout(
+        prompt_ids=pad_sequence(row_prompts, batch_first=True, padding_side="left"),
+        prompt_mask=pad_sequence(masks, batch_first=True, padding_side="left"),
+        response_ids=columns["response_ids"],
+        response_mask=columns["response_mask"],
+        rollout_logprobs=columns["rollout_logprobs"],
+        finish_reason=torch.tensor(
+            [episode.finish_reason for episode in episodes], dtype=torch.int8
+        ),
+        contexts=columns["contexts"],
+        episode_lengths=torch.tensor([len(of_row["response_ids"]) for of_row in tokens]),
     )
-    return rows_of_episodes(sequences, row_indices, range(len(contexts)), prompts)
+    rows = pad_rows(rows, rows.prompt_ids.shape[1], max(1, rows.response_ids.shape[1]))
+    return to_device(rows, device)
+
+
+def _tokens_after_prompt(episode: PlayedEpisode) -> dict[str, Tensor]:
+    """The n tokens after the prompt of a row: columns (n,) of a `Rollout`."""
+    ids = list[int]()
+    is_chosen = list[bool]()
+    logprobs = list[float]()
+    contexts = list[int]()
+    for number, context in enumerate(episode.contexts):
+        prompt_ids = list[int]()
+        if number > 0:
+            prompt_ids = context.prompt_ids
+        ids += prompt_ids + context.response_ids
+        is_chosen += [False] * len(prompt_ids) + context.is_chosen
+        logprobs += [0.0] * len(prompt_ids) + context.logprobs
+        contexts += [number] * (len(prompt_ids) + len(context.response_ids))
+    return {
+        "response_ids": torch.tensor(ids, dtype=torch.int64),
+        "response_mask": torch.tensor(is_chosen, dtype=torch.bool),
+        "rollout_logprobs": torch.tensor(logprobs, dtype=torch.float32),
+        "contexts": torch.tensor(contexts, dtype=torch.int16),
+    }

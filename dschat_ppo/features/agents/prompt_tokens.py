@@ -52,8 +52,9 @@ class TemplateTokens:
         return encode_divided_after(self.tokenizer, "", text)
 
     def of_new_part(self, known: Prompt, prompt: Prompt, last_id: int) -> list[int] | None:
-        """The tokens of what `prompt` has after `known`, whose last token is `last_id`. None if the
-        chat template renders the known messages differently now."""
+        """The tokens of what `prompt` has after `known`, whose last token is `last_id`; the last
+        message of `known` may go on in it. None if the chat template renders the known messages
+        differently now."""
         if isinstance(known, TextPrompt) and isinstance(prompt, TextPrompt):
             added = prompt.text[len(known.text) :]
             return encode_after(self.tokenizer, known.text[-_TAIL:], added)
@@ -65,14 +66,24 @@ class TemplateTokens:
                 thoughts = message["reasoning_content"]
                 messages[index] = {**messages[index], "reasoning_content": thoughts}
         messages = _with_call_names(messages)
+        before = messages[:count]
         new_messages = [self._divided(message) for message in messages[count:]]
+        reply = known.messages[-1]["content"]
+        more = messages[count - 1]["content"][len(reply) :]
+        conversation = [*before, *new_messages]
+        if more:
+            before[-1] = {**before[-1], "content": reply}
+            more = self._divided(more)
+            conversation[count - 1] = {**before[-1], "content": reply + more}
         tools = list(prompt.tools)
         variables = self._variables_for(tools)
-        text = text_after(self.tokenizer, messages[:count], new_messages, tools, variables)
+        text = text_after(self.tokenizer, before, conversation, tools, variables, bool(more))
         if text is None:
             return None
         said = [message for message in new_messages if message["role"] != "assistant"]
         check_prompt(self.tokenizer, text, said, None, variables)
+        if more:
+            return encode_divided_after(self.tokenizer, reply[-_TAIL:], text)
         return ids_after(self.tokenizer, text, last_id)
 
     def _variables_for(self, tools: list[Any] | None) -> Variables:

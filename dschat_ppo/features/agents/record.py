@@ -45,8 +45,9 @@ class PromptTokens(Protocol):
         """The tokens of a prompt that begins a conversation."""
 
     def of_new_part(self, known: Prompt, prompt: Prompt, last_id: int) -> list[int] | None:
-        """The tokens of what `prompt` has after `known`, whose last token is `last_id`. None if the
-        chat template renders the known messages differently now."""
+        """The tokens of what `prompt` has after `known`, whose last token is `last_id`; the last
+        message of `known` may go on in it. None if the chat template renders the known messages
+        differently now."""
 
 
 @dataclass(frozen=True)
@@ -113,15 +114,15 @@ class ModelCall:
     message: Message = field(default_factory=dict)  # the reply
     finish_reason: str = ""  # for the program
     stop_reason: int = 0  # a `FinishReason`
-    # The prompt with the reply, as programs send it back; () while it runs.
-    known: tuple[Prompt, ...] = ()
+    known: Prompt | None = None  # the prompt with the reply, as it was sent; None while it runs
+    stop_text: str = ""  # that ended the reply, and was not sent
     is_taken: bool = False  # whether the program has got the reply
     is_awaited: bool = True  # whether a request of the program waits for it
 
     @property
     def runs(self) -> bool:
         """Whether the model has not ended its reply."""
-        return not self.known
+        return self.known is None
 
     @property
     def ids(self) -> list[int]:
@@ -130,17 +131,26 @@ class ModelCall:
 
 
 @dataclass(frozen=True)
-class ContextRow:
+class ContextTokens:
     """The tokens of a context in the row of its episode: the prompt, and what follows it, with True
-    on what calls sampled. `call_ends`: (index of a call, index of its last
-    token after the prompt)."""
+    on what calls sampled. `call_ends`: (index of a call, index of its last token after the
+    prompt)."""
 
-    context: Context
     prompt_ids: list[int]
-    response_ids: list[int]
-    is_chosen: list[bool]
-    logprobs: list[float]  # 0 on other tokens
-    call_ends: list[tuple[int, int]]
+    response_ids: list[int] = field(default_factory=list)
+    is_chosen: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # 0 on other tokens
+    call_ends: list[tuple[int, int]] = field(default_factory=list)
+
+    def add_call(self, call: ModelCall) -> None:
+        """Append what a call added."""
+        new_ids = list[int]()
+        if self.call_ends:  # else they are the prompt
+            new_ids = call.new_ids
+        self.response_ids.extend([*new_ids, *call.reply_ids])
+        self.is_chosen.extend([False] * len(new_ids) + [True] * len(call.reply_ids))
+        self.logprobs.extend([*[0.0] * len(new_ids), *call.logprobs])
+        self.call_ends.append((call.index, len(self.response_ids) - 1))
 
 
 class EpisodeTree:
@@ -241,22 +251,24 @@ class EpisodeTree:
     ) -> None:
         """The model has written `ids`, at least one. `known`: the prompt with the reply as it is
         sent, which ends before `stop_text`. The ids hold that text, so a program may send the reply
-        back with it."""
+        back with it, and with text of its own behind it."""
         call.reply_ids = list(ids)
         call.logprobs = list(logprobs)
-        call.known = (known,)
-        if stop_text:
-            call.known = (_with_stop_text(known, stop_text), known)
+        call.known = known
+        call.stop_text = stop_text
 
-    def rows(self) -> list[ContextRow]:
+    def rows(self) -> list[ContextTokens]:
         """The contexts of the episode's row, in order; without a last reply that the program did
         not take, and without contexts of which it took none."""
-        rows = list[ContextRow]()
+        rows = list[ContextTokens]()
         for context in sorted(self.contexts, key=lambda context: context.order):
-            # a call goes on from a reply that was taken, so the last one alone may not be
-            calls = [call for call in context.calls if call.is_taken]
-            if calls:
-                rows.append(_context_row(context, calls))
+            row = ContextTokens(context.prompt_ids)
+            for call in context.calls:
+                # a call goes on from a reply that was taken, so the last one alone may not be
+                if call.is_taken:
+                    row.add_call(call)
+            if row.call_ends:
+                rows.append(row)
         return rows
 
     def _node_of(self, prompt: Prompt) -> ModelCall | None:
@@ -342,20 +354,6 @@ class EpisodeTree:
         return room
 
 
-def _context_row(context: Context, calls: Sequence[ModelCall]) -> ContextRow:
-    """The tokens of the first calls of a context."""
-    row = ContextRow(context, context.prompt_ids, [], [], [], [])
-    for call in calls:
-        new_ids = list[int]()
-        if call is not calls[0]:  # whose new ids are the prompt
-            new_ids = call.new_ids
-        row.response_ids.extend([*new_ids, *call.reply_ids])
-        row.is_chosen.extend([False] * len(new_ids) + [True] * len(call.reply_ids))
-        row.logprobs.extend([*[0.0] * len(new_ids), *call.logprobs])
-        row.call_ends.append((call.index, len(row.response_ids) - 1))
-    return row
-
-
 def _at_most(asked: int | None, room: int) -> int:
     """The tokens that a call may write, which asks for `asked` where there is room for `room`."""
     if asked is None:
@@ -375,25 +373,35 @@ def _with_stop_text(known: Prompt, stop_text: str) -> Prompt:
 
 
 def _known_start(call: ModelCall, prompt: Prompt) -> Prompt | None:
-    """The conversation of a call and its reply, in the form with which a prompt begins; None if it
-    begins otherwise."""
-    for known in call.known:
-        if isinstance(prompt, TokenPrompt):
-            begins = list(prompt.ids[: len(call.ids)]) == call.ids
-        elif isinstance(prompt, TextPrompt):
-            begins = isinstance(known, TextPrompt) and prompt.text.startswith(known.text)
-        else:
-            begins = isinstance(known, ChatPrompt) and _is_start(known, prompt)
-        if begins:
-            return known
+    """The conversation of a call and its reply, with the stop text or without it, as a prompt
+    begins with it; None if the prompt begins otherwise."""
+    if call.known is None:
+        return None
+    if call.stop_text:
+        whole = _with_stop_text(call.known, call.stop_text)
+        if _begins(whole, call.ids, prompt, may_go_on=True):
+            return whole
+    if _begins(call.known, call.ids, prompt, may_go_on=False):
+        return call.known
     return None
 
 
-def _is_start(known: ChatPrompt, prompt: ChatPrompt) -> bool:
-    """Whether a conversation begins with a known one."""
-    if len(known.messages) > len(prompt.messages) or known.tools != prompt.tools:
+def _begins(known: Prompt, ids: list[int], prompt: Prompt, may_go_on: bool) -> bool:
+    """Whether a prompt begins with a known one, whose ids are `ids`; `may_go_on`: whether the last
+    message of the known one may have more text."""
+    if isinstance(prompt, TokenPrompt):
+        return list(prompt.ids[: len(ids)]) == ids
+    if isinstance(prompt, TextPrompt):
+        return isinstance(known, TextPrompt) and prompt.text.startswith(known.text)
+    if not isinstance(known, ChatPrompt) or known.tools != prompt.tools:
         return False
-    return all(map(_is_same, known.messages, prompt.messages))
+    if len(known.messages) > len(prompt.messages):
+        return False
+    *earlier, reply = known.messages
+    sent = prompt.messages[len(earlier)]
+    if may_go_on:
+        sent = {**sent, "content": sent["content"][: len(reply["content"])]}
+    return _is_same(reply, sent) and all(map(_is_same, earlier, prompt.messages))
 
 
 def _known_length(call: ModelCall, prompt: Prompt) -> int:

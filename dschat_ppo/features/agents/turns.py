@@ -33,7 +33,7 @@ from dschat_ppo.features.agents.call_requests import (
 from dschat_ppo.features.agents.forms import AgentResult
 from dschat_ppo.features.agents.front import CHAT, JSON
 from dschat_ppo.features.agents.front_link import Front, FrontEvent
-from dschat_ppo.features.agents.played import PlayedContext, PlayedEpisode
+from dschat_ppo.features.agents.played import PlayedEpisode
 from dschat_ppo.features.agents.prompt_tokens import TemplateTokens
 from dschat_ppo.features.agents.record import (
     ChatPrompt,
@@ -83,18 +83,13 @@ class AgentEpisode:
 
     def played(self) -> PlayedEpisode:
         """What is kept of the episode."""
-        contexts = list[PlayedContext]()
+        contexts = self.tree.rows()
         tools = list[Any]()
         reason = int(FinishReason.LENGTH)
-        for row in self.tree.rows():
-            contexts.append(
-                PlayedContext(
-                    row.prompt_ids, row.response_ids, row.is_chosen, row.logprobs, row.call_ends
-                )
-            )
-            last = [call for call in row.context.calls if call.is_taken][-1]
+        if contexts:
+            last_index, _ = contexts[-1].call_ends[-1]
+            last = self.tree.calls[last_index]
             reason = last.stop_reason
-            tools = []
             if isinstance(last.prompt, ChatPrompt):
                 tools = list(last.prompt.tools)
         counts = {name: float(self.counts[name]) for name in COUNTED}

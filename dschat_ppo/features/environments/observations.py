@@ -136,7 +136,8 @@ class ObservationTokens:
         ]
         if calls:
             before[1]["tool_calls"] = calls
-        text = text_after(self.tokenizer, before, observations, self.tools, variables)
+        conversation = [*before, *observations]
+        text = text_after(self.tokenizer, before, conversation, self.tools, variables)
         if text is None:
             raise UserError(
                 "the chat template renders a turn of the model differently once another message"
@@ -165,21 +166,24 @@ class ObservationTokens:
 def text_after(
     tokenizer: PreTrainedTokenizerBase,
     before: Sequence[Message],
-    messages: Sequence[Message],
+    conversation: Sequence[Message],
     tools: Sequence[Any],
     variables: Variables | None = None,
+    goes_on: bool = False,
 ) -> str | None:
-    """What the template writes after the end of the answer that is the last message of `before`:
-    `messages` and the opening of the next answer. None if it renders `before` differently once they
-    follow."""
+    """What the template writes of a conversation, and of the opening of the next answer, after the
+    end of the answer that is the last message of `before`; if that answer `goes_on` in the
+    conversation, after its last character. None if the template renders `before` differently in the
+    conversation."""
     end = turn_end(tokenizer)
     first = render(tokenizer, list(before), False, list(tools), variables)
-    if first.endswith(end.dropped):
-        first = first[: len(first) - len(end.dropped)]
-    conversation = render(tokenizer, [*before, *messages], True, list(tools), variables)
-    if not conversation.startswith(first):
+    first = first.removesuffix(end.dropped)
+    if goes_on:
+        first = first.removesuffix(end.kept)
+    text = render(tokenizer, list(conversation), True, list(tools), variables)
+    if not text.startswith(first):
         return None
-    return conversation[len(first) :]
+    return text[len(first) :]
 
 
 def ids_after(tokenizer: PreTrainedTokenizerBase, text: str, last: int | None) -> list[int]:

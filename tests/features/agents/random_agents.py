@@ -60,6 +60,11 @@ def sampled_ids(tokenizer, text, ends=True):
     return ids
 
 
+def context_of(tree, row):
+    """The context of a row of an episode."""
+    return tree.calls[row.call_ends[0][0]].context
+
+
 class RandomModel:
     """Writes replies; each has a text of its own."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_agents import SHAPES_OF_AGENTS
+from random_agents import SHAPES_OF_AGENTS, context_of
 from scripted_engine import ScriptedEngine
 
 from dschat_ppo.data.encode import decoded
@@ -96,7 +96,8 @@ def test_all_rows_are_what_the_engine_holds(cases):
     episodes, turns, engine = cases
     for episode in episodes.values():
         for row in rows_of(episode):
-            sequence = episode.index * turns.sequences_of_episode + row.context.index
+            context = context_of(episode.tree, row)
+            sequence = episode.index * turns.sequences_of_episode + context.index
             ids = row.prompt_ids + row.response_ids
             assert engine.ids[sequence][: len(ids)] == ids
             assert engine.prompts[sequence] == row.prompt_ids
@@ -116,7 +117,7 @@ def test_a_loop_with_tools_is_one_context(cases):
         f"<|im_start|>user{results}<|im_end|>\n<|im_start|>assistant\n"
         "<think>\nHm.\n</think>\n\nI see nothing.<|im_end|>"
     )
-    assert episode.tree.seed == row.context.seed == episode.index
+    assert episode.tree.seed == context_of(episode.tree, row).seed == episode.index
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from random_agents import (
     RandomAgent,
     RandomModel,
     canonical,
+    context_of,
     sampled_ids,
     sent_message,
 )
@@ -144,7 +145,7 @@ def check_rows(tree, replies):
     assert not any(tree.calls[index].runs for index in taken)
     seen = []
     for row in tree.rows():
-        calls = [call for call in row.context.calls if call.index in taken]
+        calls = [call for call in context_of(tree, row).calls if call.index in taken]
         assert len(row.response_ids) == len(row.is_chosen) == len(row.logprobs)
         assert row.prompt_ids + row.response_ids == calls[-1].ids
         start = 0
@@ -161,7 +162,7 @@ def check_rows(tree, replies):
             0.0
         ] * row.is_chosen.count(False)
     assert sorted(seen) == sorted(taken)
-    orders = [row.context.order for row in tree.rows()]
+    orders = [context_of(tree, row).order for row in tree.rows()]
     assert orders == sorted(orders)
 
 
@@ -211,7 +212,7 @@ def test_an_edited_reply_is_not_the_models():
     assert call.prompt_ids[: len(first.ids)] != first.ids
     answer(tree, call, "So.")
     rows = tree.rows()
-    assert [row.context.index for row in rows] == [0, 1]
+    assert [context_of(tree, row).index for row in rows] == [0, 1]
     chosen = [sum(row.is_chosen) for row in rows]
     assert chosen == [len(first.reply_ids), len(call.reply_ids)]
 
@@ -275,6 +276,23 @@ def test_a_reply_may_come_back_with_the_stop_text_that_ended_it():
     assert other.prompt_ids[: len(first.ids)] != first.ids
 
 
+def test_a_program_may_write_behind_the_stop_text_that_ended_a_reply():
+    """As smolagents does, with special tokens as text."""
+    tree, tokenizer, _ = tree_of()
+    first = tree.begin(chat(user("Where?")))
+    message = answer(tree, first, "I <look>", stop="</look>")
+    more = {**message, "content": "I <look></look>\nCalls: [</s>]"}
+    call = tree.begin(chat(user("Where?"), more, user("Why?")))
+    assert call.context is first.context and tree.rerendered == 0
+    assert decoded(tokenizer, call.new_ids) == (
+        "\nCalls: [</s>]<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokenizer.convert_tokens_to_ids("</s>") not in call.new_ids
+    answer(tree, call, "So.")
+    [row] = tree.rows()
+    assert sum(row.is_chosen) == len(first.reply_ids) + len(call.reply_ids)
+
+
 def test_other_arguments_or_tools_are_another_conversation():
     tree, tokenizer, tools = tree_of("tools")
     ask = user("Where?")
@@ -334,7 +352,7 @@ def test_two_calls_that_go_on_from_one_reply_are_two_contexts():
     for call in (one, two, three):
         answer(tree, call, "So.", taken=call is not two)
     rows = tree.rows()
-    assert [row.context for row in rows] == [one.context, three.context]
+    assert [context_of(tree, row) for row in rows] == [one.context, three.context]
     assert sum(sum(row.is_chosen) for row in rows) == sum(
         len(call.reply_ids) for call in (first, one, three)
     )
@@ -387,7 +405,7 @@ def test_untrained_calls_are_in_no_row_and_count():
     answer(tree, call, "Yes.")
     with pytest.raises(LimitError, match="3 calls .--max_turns"):
         tree.begin_untrained(chat(user("Sum up.")))
-    assert [row.context for row in tree.rows()] == [call.context]
+    assert [context_of(tree, row) for row in tree.rows()] == [call.context]
 
 
 def test_a_reply_without_its_end_gets_the_end_of_the_template():

@@ -19,7 +19,8 @@ def began(folder, order):
         answer(tree, call, text)
         places[text] = (call.context.order, call.context.seed)
     journal.write()
-    texts = [row.context.calls[0].prompt.messages[0]["content"] for row in tree.rows()]
+    calls = [tree.calls[row.call_ends[0][0]] for row in tree.rows()]
+    texts = [call.prompt.messages[0]["content"] for call in calls]
     return places, texts
 
 

@@ -10,14 +10,23 @@ import torch
 from plain_ppo import EVERYTHING, PlainRun, started, stopped
 from transformers import LlamaForCausalLM
 
-from dschat_ppo.features.agents.contexts import rows_of_episodes
+from dschat_ppo.features.agents.played import PlayedEpisode, rows_of_played
+from dschat_ppo.features.agents.record import ContextTokens
 from dschat_ppo.features.explain.algorithm_program import algorithm_program
 from dschat_ppo.features.explain.programs import explain_main
 from dschat_ppo.features.explain.record_files import read_step, recorded_steps
 from dschat_ppo.ppo.rollout_sampler import RolloutSampler
-from dschat_ppo.types import PromptBatch, concat_rows
+from dschat_ppo.types import PromptBatch
 
 ALL = "--record_rows all"
+
+
+def context_of(rollout, row):
+    """A row, as a context of an episode."""
+    length = int(rollout.response_lengths[row])
+    columns = (rollout.response_ids, rollout.response_mask, rollout.rollout_logprobs)
+    prompt_ids = rollout.prompt_ids[row][rollout.prompt_mask[row]].tolist()
+    return ContextTokens(prompt_ids, *(column[row, :length].tolist() for column in columns), [])
 
 
 @pytest.fixture(autouse=True)
@@ -29,14 +38,13 @@ def two_contexts(monkeypatch):
         options = {"step": path[0], **options}
         first = sample_once(sampler, indices, *path, **options)
         again = sample_once(sampler, indices, *path, 9, **options)
-        count = len(first.prompt_ids)
-        episodes = [row if row % 2 else -1 for row in range(count)]
-        return rows_of_episodes(
-            concat_rows([first, again]),
-            [*range(count), *episodes],
-            [0] * count + [1] * count,
-            PromptBatch(first.prompt_ids, first.prompt_mask),
-        )
+        played = []
+        for row in range(len(first.prompt_ids)):
+            rollouts = (first, again)[: 1 + row % 2]
+            contexts = [context_of(rollout, row) for rollout in rollouts]
+            reason = int(rollouts[-1].finish_reason[row])
+            played.append(PlayedEpisode(contexts, reason, None, "", [], {}))
+        return rows_of_played(played, PromptBatch(first.prompt_ids, first.prompt_mask))
 
     monkeypatch.setattr(RolloutSampler, "sample", sample)
 
