@@ -37,7 +37,7 @@ from dschat_ppo.rewards.call_forms import LARGEST
 
 # parameters of a function that are no columns
 OURS = ("client", "base_url", "api_key", "model", "seed", "row")
-_TAIL = 2000  # characters of a program's output that are the cause of its failure
+_TAIL = 400  # characters of a program's output that are the cause of its failure
 _WARM_UP_TOOL = {
     "type": "function",
     "function": {"name": "look", "description": "To look.", "parameters": {"type": "object"}},
@@ -227,11 +227,13 @@ class _ProgramAgent:
 
 
 def _end_of(file: Path) -> str:
-    """The end of a program's output, in one line."""
+    """The end of a program's output, in one line which a message quotes whole."""
     with file.open("rb") as written:
-        written.seek(max(0, file.stat().st_size - _TAIL))
-        text = written.read().decode("utf-8", "replace")
-    return printable_line(text.strip()) or "it wrote nothing"
+        written.seek(max(0, file.stat().st_size - 4 * _TAIL))
+        text = printable_line(written.read().decode("utf-8", "replace"))
+    if len(text) > _TAIL:
+        text = f"...{text[-_TAIL:]}"
+    return text or "it wrote nothing"
 
 
 def agent_result(value: Any) -> AgentResult:

@@ -72,6 +72,7 @@ class AgentEpisode:
     record: RecordedEpisode  # of the journal
     result: AgentResult | None = None  # None while the agent runs, and if it failed
     problem: str = ""  # why the agent could not go on
+    refusal: str = ""  # the last message to a request with an error
     has_ended: bool = False  # the agent
     is_over: bool = False  # it has ended, and the front has said all of its calls
     waiting: set[int] = field(default_factory=set)  # numbers of requests that wait for the engine
@@ -336,6 +337,7 @@ class AgentTurns:
 
     def _refuse(self, episode: AgentEpisode, number: int, problem: RequestError) -> None:
         episode.counts["refused_calls"] += 1
+        episode.refusal = str(problem)
         self.front.reply(number, problem.status, json.dumps(error_of(problem)).encode())
 
     # The clocks of agents
@@ -452,6 +454,8 @@ class AgentTurns:
             episode.since = None
         if isinstance(result, CallError):
             episode.problem = str(result)
+            if episode.refusal and episode.refusal not in episode.problem:
+                episode.problem += f"; the last request that was refused: {episode.refusal}"
         else:
             episode.result = result
             self.agents.end(index)

@@ -224,6 +224,8 @@ import json, os, sys, urllib.request
 row = json.load(sys.stdin)
 message = {"role": "user", "content": "say " + row["word"]}
 body = {"model": os.environ["OPENAI_MODEL"], "messages": [message]}
+if row["word"] == "twice":
+    body["n"] = 2
 request = urllib.request.Request(
     os.environ["OPENAI_BASE_URL"] + "/chat/completions",
     json.dumps(body).encode(),
@@ -243,13 +245,15 @@ def test_a_program_plays_episodes(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     command = f"{sys.executable} '{program}'"
-    rows = [{"word": "é"}, {"word": "bad"}, {"word": "none"}]
+    rows = [{"word": "é"}, {"word": "bad"}, {"word": "none"}, {"word": "twice"}]
     turns, _ = played({"command": command}, rows)
-    good, bad, none = turns.episodes
+    good, bad, none, twice = turns.episodes
     assert good.result == AgentResult(len("said é"), None, {"seed": 0.0})
     assert "exit code 3: this is wrong" in bad.problem
     assert (none.result, none.problem) == (AgentResult(), "")
-    assert [len(episode.trained_calls) for episode in turns.episodes] == [1, 1, 1]
+    cause = "HTTPError: HTTP Error 400: Bad Request; the last request that was refused: n 2 is not"
+    assert cause in twice.problem
+    assert [len(episode.trained_calls) for episode in turns.episodes] == [1, 1, 1, 0]
 
 
 @pytest.mark.parametrize(
