@@ -8,6 +8,9 @@ from typing import Any
 
 _FIRST_MARK = 0xF0000  # of a plane that no text uses
 MOST_MARKS = 256  # of a row
+PLACE = (
+    "<image>"  # how a mark is shown; in texts of data sets such as LLaVA's the place of an image
+)
 MARK = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_FIRST_MARK + MOST_MARKS - 1)}]")
 
 
@@ -24,6 +27,13 @@ def index_of(mark: str) -> int:
 def has_marks(content: Any) -> bool:
     """Whether a text has marks."""
     return isinstance(content, str) and MARK.search(content) is not None
+
+
+def with_places(content: Any) -> Any:
+    """A text with `PLACE` for each mark, as people read it; anything else as it is."""
+    if not isinstance(content, str):
+        return content
+    return MARK.sub(PLACE, content)
 
 
 def in_parts(content: Any) -> list[dict[str, str]]:

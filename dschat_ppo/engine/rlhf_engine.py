@@ -24,10 +24,11 @@ from dschat_ppo.engine.ds_config import Config, config_of_run, eval_config
 from dschat_ppo.engine.hybrid_engine import HybridEngine, MergeWithHost
 from dschat_ppo.features import hooks
 from dschat_ppo.models.adapters.shared_base import classifier_over_base, model_over_base
+from dschat_ppo.models.given_embeddings import GivenSource
 from dschat_ppo.models.kernel_selection import apply_memory_flags, select_kernels
 from dschat_ppo.models.loading import (
-    ModelChanges,
     changes_to_train,
+    frozen_changes,
     load_causal_lm,
     load_sequence_classifier,
 )
@@ -63,8 +64,21 @@ class RLHFEngine:
         hybrid: switches the actor between training and generation.
     """
 
-    def __init__(self, config: PPOConfig, plan: PPOPlan, folders: ModelFolders):
+    def __init__(
+        self,
+        config: PPOConfig,
+        plan: PPOPlan,
+        folders: ModelFolders,
+        given_sources: Mapping[str, GivenSource] | None = None,
+    ):
         """Load the models and build their engines. Collective; all ranks build them in this order.
+
+        Args:
+            config: the flags.
+            plan: batches and steps.
+            folders: of the models.
+            given_sources: role -> where that comes from which the model gets in place of the
+                embeddings of some ids; None: no model gets any.
 
         Raises:
             UserError: a model folder cannot be loaded, or does not suit a flag.
@@ -72,6 +86,7 @@ class RLHFEngine:
         self._config = config
         self._plan = plan
         self._folders = folders
+        self._given_sources = given_sources or {}
         self._actor_ds_config = config_of_run(
             config,
             config.ppo.actor_zero_stage,
@@ -126,6 +141,7 @@ class RLHFEngine:
         its log-probs."""
         config = self._config
         actor = PolicyModel(actor_lm)
+        actor.given_source = self._given_sources.get("actor")
         apply_memory_flags(actor, config.memory, config.ppo.actor_gradient_checkpointing)
         engine = train_engine(
             actor,
@@ -162,14 +178,17 @@ class RLHFEngine:
                 self._folders.reference or self._folders.actor,
                 config.run.dtype,
                 ds_config,
-                ModelChanges(resize=config.run.resize_vocabulary),
+                frozen_changes(config),
             )
-        if self._folders.reference is not None:
-            return self._build_forward_only(PolicyModel(reference_lm), ds_config)
-        # The same model with the actor's kernels: both give the same bits before any update.
-        layout = self.actor.module.layout
+        has_weights_of_actor = self._folders.reference is None
+        if has_weights_of_actor:
+            # The same model with the actor's kernels: both give the same bits before any update.
+            reference = PolicyModel(reference_lm, self.actor.module.layout)
+        else:
+            reference = PolicyModel(reference_lm)
+        reference.given_source = self._given_sources.get("reference")
         return self._build_forward_only(
-            PolicyModel(reference_lm, layout), ds_config, selects_kernels=False
+            reference, ds_config, selects_kernels=not has_weights_of_actor
         )
 
     def _build_further(self) -> dict[str, Engine]:
@@ -207,7 +226,7 @@ class RLHFEngine:
             logger().info(
                 "critic: an adapter and a head over the actor's frozen weights (--share_base)"
             )
-            classifier = classifier_over_base(base, folder, changes.adapter)
+            classifier = classifier_over_base(base, folder, changes.adapter, changes.kinds)
         else:
             classifier = load_sequence_classifier(
                 folder,
@@ -218,6 +237,7 @@ class RLHFEngine:
                 zero_head=True,
             )
         critic = ScalarModel(classifier)
+        critic.given_source = self._given_sources.get("critic")
         apply_memory_flags(critic, config.memory, config.ppo.critic_gradient_checkpointing)
         share_gathering(critic, self.actor)
         settings = optimizer_settings(config, self._plan.total_updates, "critic_")
@@ -242,16 +262,17 @@ class RLHFEngine:
             logger().info(
                 "reward model: its adapter and head over the actor's frozen weights (--share_base)"
             )
-            classifier = classifier_over_base(base, folder)
+            classifier = classifier_over_base(base, folder, kinds=frozen_changes(config).kinds)
         else:
             classifier = load_sequence_classifier(
                 folder,
                 config.run.dtype,
                 ds_config,
                 new_head=False,
-                changes=ModelChanges(resize=config.run.resize_vocabulary),
+                changes=frozen_changes(config),
             )
         reward = ScalarModel(classifier)
+        reward.given_source = self._given_sources.get("reward")
         if self.critic is None or folder != self._folders.critic:
             return self._build_forward_only(reward, ds_config)
         engine = self._build_forward_only(reward, ds_config, selects_kernels=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -110,10 +110,16 @@ def changes_to_train(
         quantises: whether frozen weights are quantised if the flags ask for it.
     """
     adapter = adapter_settings(config, prefix, quantises)
+    return replace(frozen_changes(config), dropout=dropout, adapter=adapter)
+
+
+def frozen_changes(config: StepConfig) -> ModelChanges:
+    """What the flags change in a model that does not train. A feature offers the kinds of language
+    models that it lets a run take as `lm_kinds.kinds_of(config)`."""
     kinds = list[LMKind]()
     for kinds_of in hooks("lm_kinds.kinds_of"):
         kinds += kinds_of(config)
-    return ModelChanges(dropout, config.run.resize_vocabulary, adapter, tuple(kinds))
+    return ModelChanges(resize=config.run.resize_vocabulary, kinds=tuple(kinds))
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
 from dschat_ppo.models.backbone import Layout, unwrap
 from dschat_ppo.models.pass_rows import PassRows
-from dschat_ppo.models.wrapped_models import PolicyModel
+from dschat_ppo.models.wrapped_models import PolicyModel, given_for
 from dschat_ppo.types import (
+    FEATURE_COLUMNS,
     Model,
     Rollout,
     chosen_columns,
@@ -23,7 +24,9 @@ from dschat_ppo.types import (
 def on_host(rows: Rollout) -> Rollout:
     """A copy on the host of what passes are laid out from: ids, masks and lengths."""
     columns = {f.name: getattr(rows, f.name) for f in fields(Rollout)}
-    return to_device(Rollout(**{**columns, "extra": {}}), "cpu")
+    # of the columns of features, these may say what is given for a row
+    per_row = {name: rows.extra[name] for name in rows.extra if FEATURE_COLUMNS[name] == "row"}
+    return to_device(Rollout(**{**columns, "extra": per_row}), "cpu")
 
 
 @dataclass(frozen=True)
@@ -56,16 +59,24 @@ class StepPasses:
                 device = micro_batch.response_ids.device
                 passes[id(micro_batch)] = _laid_out(model, host_copy).to(device)
             self._laid_out[key] = passes
-        return self._laid_out[key].get(id(rows))
+        laid_out = self._laid_out[key].get(id(rows))
+        given = None
+        if laid_out is not None:
+            given = given_for(engine, rows)
+        if laid_out is None or given is None:
+            return laid_out
+        return replace(laid_out, given=given)
 
 
 def _laid_out(model: Any, host_copy: Rollout) -> PassRows:
-    """Rows on the host, laid out for `response_logprobs` or `response_values` of `model`."""
+    """Rows on the host, laid out for `response_logprobs` or `response_values` of `model`. What is
+    given for them is made again for the pass, so that a step does not hold that of all rows."""
     input_ids, lengths = full_sequences(host_copy)
     width = input_ids.shape[1]
+    given = given_for(model, host_copy)
     if isinstance(model, PolicyModel):
         targets = chosen_columns(host_copy, width)
-        return PassRows.of_targets(input_ids, targets, model.layout)
+        return PassRows.of_targets(input_ids, targets, model.layout, given)
     before_responses = chosen_columns(host_copy, width, shift=1)
     slots = torch.arange(input_ids.numel()).view(input_ids.shape)[before_responses]
-    return PassRows.of(input_ids, lengths, slots, model.layout)
+    return PassRows.of(input_ids, lengths, slots, model.layout, given)

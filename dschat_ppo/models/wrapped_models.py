@@ -378,6 +378,15 @@ def vocabulary_size(model: Any) -> int:
     return int(model.get_output_embeddings().out_features)
 
 
+def given_for(engine: Model, rows: Rollout) -> GivenEmbeddings | None:
+    """What a model, or the one in an engine, gets for the `full_sequences` of rows in place of the
+    embeddings of some ids; None: nothing."""
+    source: GivenSource | None = getattr(unwrap(engine), "given_source", None)
+    if source is None:
+        return None
+    return source.for_rollout(rows)
+
+
 @dataclass(frozen=True)
 class ResponseLogprobs:
     """Of the response tokens: `logprobs`, `entropy` and the `divergences` from teachers are (B, R)
@@ -416,17 +425,19 @@ def response_logprobs(
         Log-probs, entropies of the distributions that the tokens are drawn from, and what was asked
         for.
     """
+    given = None
     if pass_rows is not None:
         input_ids = pass_rows.input_ids
     else:
         input_ids, _ = full_sequences(rows)
+        given = given_for(engine, rows)
     targets = pass_rows or chosen_columns(rows, input_ids.shape[1])
     forbidden = None
     if minimum_length is not None:
         is_early = _is_early(rows, minimum_length, input_ids.shape[1])
         forbidden = Forbidden(is_early, minimum_length.ids, minimum_length.banned)
     logprobs, entropy, *extras = engine(
-        input_ids, targets, temperature, entropy_grad, forbidden, keeps_layer, teachings
+        input_ids, targets, temperature, entropy_grad, forbidden, keeps_layer, teachings, given
     )
 
     def in_rows(values: Tensor) -> Tensor:
@@ -460,7 +471,8 @@ def response_values(engine: Model, rows: Rollout, pass_rows: PassRows | None = N
     if pass_rows is None:
         input_ids, lengths = full_sequences(rows)
         before_responses = chosen_columns(rows, input_ids.shape[1], shift=1)
-        values = engine(input_ids, lengths, read_mask=before_responses)  # (N,)
+        given = given_for(engine, rows)
+        values = engine(input_ids, lengths, read_mask=before_responses, given=given)  # (N,)
     else:
         values = engine(pass_rows.input_ids, pass_rows.lengths, read_mask=pass_rows)
     zeros = torch.zeros(rows.response_mask.shape, device=rows.response_mask.device)

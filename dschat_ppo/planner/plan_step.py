@@ -21,7 +21,7 @@ from dschat_ppo.engine.build_engine import may_be_whole
 from dschat_ppo.engine.ds_config import config_of_run, eval_config
 from dschat_ppo.engine.optimizers import optimizer_of
 from dschat_ppo.errors import UserError, attempt, counted, in_one_line
-from dschat_ppo.models.loading import changes_to_train
+from dschat_ppo.models.loading import changes_to_train, frozen_changes
 from dschat_ppo.planner.model_parts import ModelSizes, read_model_configs, sizes_of
 from dschat_ppo.planner.phase_memory import (
     Phase,
@@ -270,7 +270,7 @@ def _sizes_of_role(
     is_scalar = name in ("critic", "reward") or (isinstance(config, FitConfig) and config.has_head)
     dtype = config.run.dtype
     if name not in FLAG_PREFIXES:
-        sizes = sizes_of(model, dtype, is_scalar, on_gpu=on_gpu)
+        sizes = sizes_of(model, dtype, is_scalar, frozen_changes(config), on_gpu)
         return replace(sizes, trained=0, taken={})
     # quantisation does not change what is counted
     changes = changes_to_train(config, FLAG_PREFIXES[name], quantises=False)

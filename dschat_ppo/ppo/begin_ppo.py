@@ -29,6 +29,7 @@ from dschat_ppo.models.kernel_selection import check_attention
 from dschat_ppo.models.loading import (
     changes_to_train,
     check_sequence_classifier,
+    frozen_changes,
     load_config,
     require_length,
 )
@@ -39,6 +40,7 @@ from dschat_ppo.monitor.early_stop import warn_of_few_evaluations
 from dschat_ppo.ppo.components import PPOData
 from dschat_ppo.ppo.generation_settings import check_stop_ids
 from dschat_ppo.ppo.own_algorithms import check_own_functions
+from dschat_ppo.ppo.prompt_contents import content_of
 from dschat_ppo.ppo.rollouts import described_tools
 from dschat_ppo.rewards.build_rewards import (
     CheckedFunction,
@@ -90,19 +92,20 @@ def check_models(
     for check_trained_model in hooks("checks.check_trained_model"):
         check_trained_model(config, actor_config, f"{ACTOR} {folders.actor}")
     if folders.reference is not None:
-        check_same_tokens(config, REFERENCE, folders.reference, tokenizer, longest, LIMITS)
+        frozen = frozen_changes(config)
+        check_same_tokens(config, REFERENCE, folders.reference, tokenizer, longest, LIMITS, frozen)
     check_further_models(config, folders.further, tokenizer, longest, LIMITS)
     if folders.critic is not None:
         flag, _ = config.models["critic"]
+        changes = changes_to_train(config, "critic_")
         with naming(flag):
-            changes = changes_to_train(config, "critic_")
             check_sequence_classifier(folders.critic, config.critic_may_have_new_head, changes)
         if folders.critic != folders.actor:  # else it is checked above
             critic_config = load_config(folders.critic, flag)
             resize = config.run.resize_vocabulary
             check_vocabulary(tokenizer, critic_config, flag, folders.critic, True, resize)
             require_length(folders.critic, longest, LIMITS)
-        check_attention(config, flag, folders.critic, scalar=True)
+        check_attention(config, flag, folders.critic, scalar=True, kinds=changes.kinds)
     if folders.reward is not None:
         _check_reward_model(config, folders.reward, tokenizer, longest)
     for check_folders in hooks("checks.check_folders"):
@@ -115,9 +118,10 @@ def _check_reward_model(
     """Check that the folder holds a reward model that can score what the actor writes with
     `tokenizer`. `longest`: tokens of a prompt and its response."""
     flag, _ = config.models["reward"]
+    changes = frozen_changes(config)
     with naming(flag):
-        check_sequence_classifier(folder, new_head=False)
-    check_attention(config, flag, folder, scalar=True)
+        check_sequence_classifier(folder, new_head=False, changes=changes)
+    check_attention(config, flag, folder, scalar=True, kinds=changes.kinds)
     model_config = load_config(folder, flag)
     if config.algorithm.normalize_rewards == "model":
         saved_statistics(model_config, folder)
@@ -209,7 +213,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
 
     announce("prepare data")
     rows = _tokenised_prompts(config, folders.actor, tokenizer)
-    _check_use_of_rows(config, functions, rows)
+    _check_use_of_rows(config, functions, folders, rows, tokenizer)
     plan = plan_ppo(
         config.ppo,
         len(rows.train),
@@ -261,23 +265,33 @@ def _tokenised_prompts(
     return rows
 
 
-def _check_use_of_rows(config: PPOConfig, functions: CheckedFunctions, rows: TokenRows) -> None:
+def _check_use_of_rows(
+    config: PPOConfig,
+    functions: CheckedFunctions,
+    folders: ModelFolders,
+    rows: TokenRows,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     """Check that the routes of reward sources and of the models of features lead to prompts, and
     that the data have the columns that reward functions and features take. A feature offers its
-    check as `checks.check_rows(config, rows)`."""
+    check as `checks.check_rows(config, rows)`, and one of the models that read the prompts as
+    `checks.check_prompts(config, folders, rows, the actor's tokenizer)`."""
     data_rows = rows.at_hand["row"]
     are_all_rows = len(rows.at_hand) == len(rows.train)
     routes = further_routes(config, config.further_models)
     check_routes(config.rewards, rows.sources, data_rows, are_all_rows, routes)
+    further = content_of(rows.at_hand[0]).arguments
     if are_all_rows:
-        check_columns(functions.of_training, "--data_path", data_rows)
+        check_columns(functions.of_training, "--data_path", data_rows, further)
         for check_rows in hooks("checks.check_rows"):
             check_rows(config, data_rows)
     if rows.eval is not None:
         of_evaluation = functions.of_evaluation or functions.of_training
-        check_columns(of_evaluation, "--eval_data_path", rows.eval["row"])
+        check_columns(of_evaluation, "--eval_data_path", rows.eval["row"], further)
         for check_rows in hooks("checks.check_rows"):
             check_rows(config, rows.eval["row"])
+    for check_prompts in hooks("checks.check_prompts"):
+        check_prompts(config, folders, rows, tokenizer)
 
 
 def show_ppo_batches(config: PPOConfig, plan: PPOPlan) -> None:

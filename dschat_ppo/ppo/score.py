@@ -31,6 +31,13 @@ from dschat_ppo.models.micro_batches import (
 from dschat_ppo.models.step_passes import StepPasses, on_host
 from dschat_ppo.models.wrapped_models import Teaching, response_logprobs, response_values
 from dschat_ppo.ppo.mini_dataset import gather_rows, prompts_of
+from dschat_ppo.ppo.prompt_contents import (
+    TEXT_ALONE,
+    PromptContent,
+    content_of,
+    shown_prompts,
+    shown_row,
+)
 from dschat_ppo.ppo.response_texts import response_texts, texts_of
 from dschat_ppo.ppo.rollouts import RolloutExtension
 from dschat_ppo.rewards.call_forms import ResponseText
@@ -43,6 +50,7 @@ from dschat_ppo.types import (
     concat_rows,
     last_contexts,
     row_lengths,
+    row_sequences,
     select_rows,
     with_columns,
 )
@@ -66,24 +74,34 @@ class RewardRequests:
         the EOS that ended them. Of a row with several contexts, they see the last one.
         """
         samples = len(rollout.response_ids) // len(indices)
-        data: list[dict[str, Any]] = [json.loads(self.prompts[index]["row"]) for index in indices]
-        rows = [row for row in data for _ in range(samples)]
-        groups = [group for group in range(len(data)) for _ in range(samples)]
+        rows = list[dict[str, Any]]()
+        contents = list[PromptContent]()
+        for index in indices:
+            record = self.prompts[index]
+            content = content_of(record)
+            contents += [content] * samples
+            rows += [shown_row(json.loads(record["row"]), content)] * samples
+        groups = [group for group in range(len(indices)) for _ in range(samples)]
 
         def decode() -> tuple[list[str], list[ResponseText]]:
             scored = last_contexts(rollout)
-            mask = scored.prompt_mask
-            bos = self.tokenizer.bos_token_id
-            if bos is not None:  # with it, tokenizers such as Llama's put a space before the text
-                is_first = mask.cumsum(dim=1) == 1
-                mask = mask & ~((scored.prompt_ids == bos) & is_first)
-            prompts = texts_of(self.tokenizer, scored.prompt_ids, mask, skip_special_tokens=False)
+            contents_of_prompts = contents
+            if scored is not rollout:  # the prompts of later contexts hold text alone
+                counts = row_sequences(rollout).rows.bincount().tolist()
+                contents_of_prompts = [
+                    content if count == 1 else TEXT_ALONE
+                    for content, count in zip(contents, counts, strict=True)
+                ]
+            prompts = shown_prompts(
+                self.tokenizer, scored.prompt_ids, scored.prompt_mask, contents_of_prompts
+            )
             for extension in self.extensions:
                 if extension.texts is not None:
                     return prompts, extension.texts(scored, rows)
             return prompts, response_texts(self.tokenizer, scored)
 
-        return RewardRequest(rows, groups, decode, steps_done)
+        arguments = [content.arguments for content in contents]
+        return RewardRequest(rows, groups, decode, steps_done, arguments)
 
     def shown_prompts(self, rollout: Rollout, count: int) -> list[str]:
         """The `count` prompts of a rollout, without special tokens."""

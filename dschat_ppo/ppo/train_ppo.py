@@ -21,9 +21,12 @@ from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.errors import counted
+from dschat_ppo.features import hooks
+from dschat_ppo.models.given_embeddings import GivenSource
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.saving import (
     SavedForm,
+    parts_beside,
     require_finite_weights,
     save_model,
     saved_dtype,
@@ -69,7 +72,9 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     folders = begun.folders
     if config.validate_only:  # an evaluation alone needs no critic
         folders = replace(folders, critic=None)
-    engines = RLHFEngine(config, begun.plan, folders)
+    engines = RLHFEngine(
+        config, begun.plan, folders, given_sources(config, folders, begun.data.tokenizer)
+    )
     forms = saved_forms(config, engines, tokenizer)
     with ExitStack() as at_end:
         components = build_components(config, begun, engines, at_end)
@@ -115,6 +120,28 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
         remove_checkpoints(output)
     show_result(result, output, begun.folders.actor, begun.session.checkpoint is not None)
     return result
+
+
+def given_sources(
+    config: PPOConfig, folders: ModelFolders, tokenizer: PreTrainedTokenizerBase
+) -> Mapping[str, GivenSource]:
+    """Where that comes from which models get in place of the embeddings of some ids, by role. A
+    feature offers `given_embeddings.sources_of_roles(config, role -> folder, the actor's tokenizer,
+    device)`; {}: it has none."""
+    folders_of_roles = {"actor": folders.actor}
+    if config.has_reference:
+        folders_of_roles["reference"] = folders.reference or folders.actor
+    if folders.critic is not None:
+        folders_of_roles["critic"] = folders.critic
+    if folders.reward is not None:
+        folders_of_roles["reward"] = folders.reward
+    for sources_of_roles in hooks("given_embeddings.sources_of_roles"):
+        sources: Mapping[str, GivenSource] = sources_of_roles(
+            config, folders_of_roles, tokenizer, dist.device()
+        )
+        if sources:
+            return sources
+    return {}
 
 
 def build_components(
@@ -227,6 +254,7 @@ def saved_forms(
             saves_whole_model(config, f"{role}_"),
             partial(model_card, config, role),
             saved_dtype(engine.module, config.run.save_dtype),
+            parts_beside(config),
         )
         for role, engine in engines.trained.items()
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -71,11 +71,17 @@ def further_routes(
     return routes
 
 
-def check_columns(functions: Sequence[CheckedFunction], flag: str, rows: Sequence[str]) -> None:
+def check_columns(
+    functions: Sequence[CheckedFunction],
+    flag: str,
+    rows: Sequence[str],
+    further: Collection[str] = (),
+) -> None:
     """Check that the data have a column for each argument without a default. `rows`: all data rows
-    that the functions score, as JSON, which `flag` names."""
+    that the functions score, as JSON, which `flag` names; `further`: arguments that features
+    give."""
     for spec, signature in functions:
-        missing = missing_columns(signature, ())
+        missing = missing_columns(signature, further)
         if signature.form == "openrlhf":  # `labels` belong to the form, and may be None
             missing.discard("ground_truth")
         columns = dict[str, None]()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple, SupportsFloat
@@ -39,6 +40,39 @@ class ResponseText:
         return cls(text, text, "", text, [{"role": "model", "text": text}])
 
 
+@dataclass(frozen=True)
+class MadeByWorker:
+    """A large value, which the worker makes: what a function returns."""
+
+    module: str
+    function: str
+    arguments: tuple[str, ...]
+
+    def make(self) -> Any:
+        """Call the function."""
+        return getattr(import_module(self.module), self.function)(*self.arguments)
+
+
+def with_made(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, with what the worker makes of values, and of those in lists. Equal
+    ones are made once."""
+    made: dict[MadeByWorker, Any] = {}
+
+    def of(value: Any) -> Any:
+        if not isinstance(value, MadeByWorker):
+            return value
+        if value not in made:
+            made[value] = value.make()
+        return made[value]
+
+    values = dict[str, Any]()
+    for name, value in arguments.items():
+        values[name] = of(value)
+        if type(value) is list:
+            values[name] = list(map(of, value))
+    return values
+
+
 GROUP_ARGUMENTS = ("groups", "num_generations")  # mark a group function, in each batch form
 TEXTS = ("final", "spoken", "thoughts", "episode")  # values of the setting `text`
 _READABLE = (*TEXTS, "turns")  # arguments of these names, if no column has the name
@@ -56,6 +90,9 @@ class ResponseToScore:
     is_text: bool = False  # the function asked for a text, in place of messages
     group: int = 0  # equal for the responses to one prompt of the request
     token_ids: list[int] = field(default_factory=list)
+    # of features, by the names of arguments, in place of columns; only functions that name them
+    # get them
+    further: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -308,6 +345,7 @@ def call_arguments(
     for name, text in form.texts.items():
         if signature.wants(name):
             values[name] = [text(response) for response in responses]
+    values |= _further_arguments(signature, responses)
     for name in _READABLE:
         if name in signature.takes and name not in values:
             values[name] = [getattr(response.texts, name) for response in responses]
@@ -320,6 +358,18 @@ def call_arguments(
     if "trainer_state" in form.of_call and signature.wants("trainer_state"):
         arguments["trainer_state"] = SimpleNamespace(global_step=step)
     return arguments | _group_arguments(signature, responses) | signature.settings
+
+
+def _further_arguments(
+    signature: Signature, responses: Sequence[ResponseToScore]
+) -> dict[str, list[Any]]:
+    """The arguments of features that the function names."""
+    values = dict[str, list[Any]]()
+    for name in signature.takes:
+        has_any = any(name in response.further for response in responses)
+        if has_any and name not in signature.call.texts:
+            values[name] = [response.further.get(name) for response in responses]
+    return values
 
 
 def _group_arguments(

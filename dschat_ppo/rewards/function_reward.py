@@ -6,10 +6,11 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -194,7 +195,8 @@ class FunctionReward:
             rollout = last_contexts(rollout)
         responses = [self._response(request, rollout, index) for index in rows]
         columns = list(dict.fromkeys(name for response in responses for name in response.row))
-        self._warn_of_missing(responses, columns)
+        further = [name for response in responses for name in response.further]
+        self._warn_of_missing(responses, [*columns, *further])
         results = self._results(responses, columns, request.step)
         scores = torch.full((len(request),), math.nan)
         self.failed = torch.zeros(len(request), dtype=torch.bool)
@@ -234,6 +236,9 @@ class FunctionReward:
         if self.signature.takes_token_ids:
             ids = rollout.response_ids[row_index][rollout.real_mask[row_index]].tolist()
         texts = request.texts[row_index]
+        further: Mapping[str, Any] = {}
+        if request.arguments:
+            further = request.arguments[row_index]
         return ResponseToScore(
             prompt=request.prompts[row_index],
             response=getattr(texts, self.text),
@@ -242,6 +247,7 @@ class FunctionReward:
             is_text=self.signature.text is not None,
             group=request.groups[row_index],
             token_ids=ids,
+            further=further,
         )
 
     def _warn_of_missing(self, responses: list[ResponseToScore], columns: list[str]) -> None:

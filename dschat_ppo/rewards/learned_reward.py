@@ -24,6 +24,7 @@ from dschat_ppo.models.given_embeddings import GivenEmbeddings, compared_keys
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.micro_batches import common_beginnings, even_passes, share_prompts
 from dschat_ppo.models.tokenizers import filler_id
+from dschat_ppo.models.wrapped_models import given_for
 from dschat_ppo.rewards.reward_source import RewardRequest, raise_on_any_rank
 from dschat_ppo.types import Model, Rollout, full_sequences, last_contexts
 
@@ -82,8 +83,11 @@ class ModelReward:
             device = rollout.response_ids.device
             input_ids = input_ids.to(device)
             lengths = lengths.to(device)
+        given = None
+        if self.reward_tokenizer is None:
+            given = given_for(self.engine, rollout)
         scores = scores_in_batches(
-            self.engine, input_ids, lengths, self.batch_tokens, self.scoring, responses
+            self.engine, input_ids, lengths, self.batch_tokens, self.scoring, responses, given
         )
         if self.moments is None:
             return scores

@@ -33,12 +33,14 @@ class RewardRequest:
     """B responses to score. `rows`: for each the row of the data set that its prompt comes from,
     with all columns. `groups`: equal for the responses to one prompt, of which there are equally
     many to each. `decode` gives texts once a source reads them: of prompts, and of responses
-    without special tokens. `step`: finished PPO steps."""
+    without special tokens. `step`: finished PPO steps. `arguments`: for each what features give to
+    functions, by the names of arguments (`MadeByWorker`, or the value itself); (): nothing."""
 
     rows: list[dict[str, Any]]
     groups: list[int]
     decode: Callable[[], tuple[list[str], list[ResponseText]]]
     step: int = 0
+    arguments: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
     def of(
@@ -83,7 +85,8 @@ class RewardRequest:
         texts = [self.texts[index] for index in indices]
         rows = [self.rows[index] for index in indices]
         groups = [self.groups[index] for index in indices]
-        return RewardRequest(rows, groups, lambda: (prompts, texts), self.step)
+        arguments = [self.arguments[index] for index in indices if self.arguments]
+        return RewardRequest(rows, groups, lambda: (prompts, texts), self.step, arguments)
 
 
 class RewardSource(Protocol):

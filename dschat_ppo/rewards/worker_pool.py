@@ -33,7 +33,14 @@ from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.own_functions import cause_of, load_callable
 from dschat_ppo.common.processes import leave_dead_terminal, signal_when_parent_ends
 from dschat_ppo.errors import attempt, is_secret_name, remember_secret
-from dschat_ppo.rewards.call_forms import LOGGERS, Returned, Signature, returned_rows, signature_of
+from dschat_ppo.rewards.call_forms import (
+    LOGGERS,
+    Returned,
+    Signature,
+    returned_rows,
+    signature_of,
+    with_made,
+)
 
 _HEARTBEAT_SECONDS = 1.0
 START_SECONDS = 120.0  # a module may import slow libraries
@@ -250,6 +257,7 @@ def _call_function(
     """The results of a call for each of its responses. TRL's functions also get callables that log,
     if they take them."""
     logged: dict[str, Any] = {}
+    arguments = with_made(arguments)
     if signature.form == "trl":
         arguments = dict.fromkeys(filter(signature.wants, LOGGERS), logged.__setitem__) | arguments
     result = function(**arguments)

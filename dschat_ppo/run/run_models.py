@@ -61,6 +61,7 @@ def check_same_tokens(
     tokenizer: PreTrainedTokenizerBase,
     longest: int,
     limits: str,
+    changes: ModelChanges = AS_SAVED,
 ) -> None:
     """Check a language model that reads the ids of the model that trains, whose tokenizer this
     is."""
@@ -70,7 +71,7 @@ def check_same_tokens(
             f"{flag} {folder}: its tokenizer differs from that of the model that trains, so it"
             " would read other text; use a model with the same tokenizer"
         )
-    check_language_model(config, flag, folder, tokenizer, longest, limits)
+    check_language_model(config, flag, folder, tokenizer, longest, limits, changes)
 
 
 def check_further_models(

@@ -1,14 +1,38 @@
-"""Flags that do not go with a model that sees images, before weights are read."""
+"""Flags and models that do not go with images, before weights are read."""
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
+import json
+from collections.abc import Sequence
 
+from datasets import Dataset
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.config.supervised_config import PreferenceConfig
+from dschat_ppo.data.prepare import TokenRows
+from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.errors import UserError
+from dschat_ppo.features.images.columns import IMAGES
+from dschat_ppo.features.images.step_data import processor_of
 from dschat_ppo.features.images.tower import sees_images
+from dschat_ppo.models.loading import load_config
+from dschat_ppo.models.tokenizers import read_tokenizer
+from dschat_ppo.rewards.reward_source import is_routed_to
 
+_WAYS_OUT = {
+    "reward": (
+        "train one that sees them (step 2), let other sources score these prompts"
+        " (--use_reward_model False with --reward_function), or route it to prompts without images"
+        " (--reward_model_sources)"
+    ),
+    "critic": (
+        "give one that sees them (--critic_model_name_or_path), or an estimator without a critic"
+        " (--advantage_estimator grpo)"
+    ),
+    "reference": "omit the flag, so that the reference is the actor before training",
+}
 _USES = ("preference", "unpaired")  # what step 2 reads beside images: pairs and labelled answers
 
 
@@ -20,8 +44,9 @@ def check_trained_model(config: StepConfig, model_config: PretrainedConfig, mode
         "--streaming": bool(config.value("streaming")),
         "--sequence_parallel_size": config.ranks_of_row > 1,
         "quantised weights (--load_in_4bit, --load_in_8bit)": config.frozen_bits > 0,
-        "teachers": bool(config.further_models),
+        "teachers and judges": bool(config.further_models),
         "--resize_vocabulary": config.run.resize_vocabulary,
+        "step 3": isinstance(config, PPOConfig),
     }
     if isinstance(config, PreferenceConfig):
         use = config.reward.objective_kind.use
@@ -32,3 +57,51 @@ def check_trained_model(config: StepConfig, model_config: PretrainedConfig, mode
                 f"{model}: {type(model_config).__name__} sees images, which do not go with {flag}"
                 " yet; omit it"
             )
+
+
+def check_prompts(
+    config: PPOConfig, folders: ModelFolders, rows: TokenRows, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Refuse models that would read prompts with images, and do not see these, or see them by other
+    tokens than the actor. `tokenizer` is the actor's."""
+    prompts = [data for data in (rows.at_hand, rows.eval) if data is not None]
+    if not any(_have_images(data, ()) for data in prompts):
+        return
+    actor_config = load_config(folders.actor, "model")
+    of_actor = processor_of(config, actor_config, folders.actor, tokenizer)
+    for role, way_out in _WAYS_OUT.items():
+        folder = vars(folders)[role]
+        if folder is None:
+            continue
+        sources: Sequence[str] = ()
+        if role == "reward":
+            sources = config.rewards.reward_model_sources
+        if not any(_have_images(data, sources) for data in prompts):
+            continue
+        flag, _ = config.models[role]
+        model_config = load_config(folder, flag)
+        if not sees_images(model_config):
+            raise UserError(
+                f"{flag} {folder}: {type(model_config).__name__} reads text alone, but prompts have"
+                f" images; {way_out}"
+            )
+        if read_tokenizer(folder, flag).get_vocab() != tokenizer.get_vocab():
+            raise UserError(
+                f"{flag} {folder}: its tokenizer differs from the actor's, which does not go with"
+                " prompts with images yet; train it from the actor's family"
+            )
+        if processor_of(config, model_config, folder, tokenizer).identity != of_actor.identity:
+            raise UserError(
+                f"{flag} {folder}: its processor of images has other settings than the actor's, so"
+                " images would be other tokens; give the same to both (--image_options)"
+            )
+
+
+def _have_images(rows: Dataset, sources: Sequence[str]) -> bool:
+    """Whether prompts of these data sources, of all with (), have images."""
+    if IMAGES not in rows.column_names:
+        return False
+    for images, row in zip(rows[IMAGES], rows["row"], strict=True):
+        if images and (not sources or is_routed_to(sources, json.loads(row))):
+            return True
+    return False

@@ -16,11 +16,11 @@ from dschat_ppo.data.content_marks import MARK, has_marks, index_of, mark_of
 from dschat_ppo.data.encode import EncodedExample
 from dschat_ppo.data.examples import Example, Messages, Row
 from dschat_ppo.errors import UserError, counted
-from dschat_ppo.features.images.processors import ImageProcessor, decoded_image
-from dschat_ppo.features.images.references import ImageFile, ImagePlaces, columns_left
+from dschat_ppo.features.images.columns import IMAGES, SPANS
+from dschat_ppo.features.images.image_files import ImageFile, decoded_image
+from dschat_ppo.features.images.processors import ImageProcessor
+from dschat_ppo.features.images.references import ImagePlaces, columns_left
 
-IMAGES = "images"  # columns of token rows: a text for each image
-SPANS = "image_spans"  # the range of each image in the prompt
 _AS_CHAT = "--apply_chat_template True makes messages of prompts that are text"
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from dschat_ppo.common.logging import logger
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.features.images.flags import ImageFlags
 from dschat_ppo.features.images.step_data import model_flag, processor_of
-from dschat_ppo.features.images.tower import load_tower, sees_images
+from dschat_ppo.features.images.tower import ImageTower, load_tower, sees_images
 from dschat_ppo.models.loading import DTYPES, load_config
+from dschat_ppo.models.model_folders import base_folder
 
 if TYPE_CHECKING:
     from dschat_ppo.features.images.image_store import ImageStore
@@ -32,3 +35,45 @@ def source_of(
     tower = load_tower(folder, DTYPES[config.run.dtype], device)
     most_bytes = int(flags.image_cache_gb * 10**9)
     return ImageStore(processor, tower, flags.image_max_source_pixels, most_bytes)
+
+
+def sources_of_roles(
+    config: StepConfig,
+    folders: Mapping[str, str],
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+) -> dict[str, ImageStore]:
+    """The images of a run of step 3, for each model that sees them, by role; {} if the actor sees
+    none. Towers whose weights have equal bits are one.
+
+    Args:
+        config: the flags.
+        folders: role -> folder, the actor first.
+        tokenizer: the actor's.
+        device: where towers run.
+    """
+    actor = source_of(config, folders["actor"], tokenizer, device)
+    if actor is None:
+        return {}
+    sources = {"actor": actor}
+    store_of_folder = {base_folder(folders["actor"], "model"): actor}
+    for role, folder in folders.items():
+        base = base_folder(folder, "model")
+        if base in store_of_folder:
+            sources[role] = store_of_folder[base]
+        elif sees_images(load_config(folder, "model")):
+            tower = load_tower(base, DTYPES[config.run.dtype], device)
+            sources[role] = _store_with(tower, list(store_of_folder.values()))
+            store_of_folder[base] = sources[role]
+    for store in dict.fromkeys(sources.values()):
+        roles = [role for role, source in sources.items() if source is store]
+        logger().info(f"images: one vision tower for {', '.join(roles)}")
+    return sources
+
+
+def _store_with(tower: ImageTower, stores: Sequence[ImageStore]) -> ImageStore:
+    """The store with an equal tower, or a new one for the prompts of the others."""
+    for store in stores:
+        if store.tower.has_bits_of(tower):
+            return store
+    return stores[0].with_tower(tower)

@@ -14,11 +14,10 @@ from datasets import Dataset
 from torch import Tensor
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.features.images.columns import ROW_OF_IMAGES
-from dschat_ppo.features.images.content import IMAGES, SPANS
+from dschat_ppo.features.images.columns import IMAGES, ROW_OF_IMAGES, SPANS
+from dschat_ppo.features.images.image_files import ImageFile, decoded_image
 from dschat_ppo.features.images.inputs import ImageInputs
-from dschat_ppo.features.images.processors import ImageProcessor, decoded_image
-from dschat_ppo.features.images.references import ImageFile
+from dschat_ppo.features.images.processors import ImageProcessor
 from dschat_ppo.features.images.tower import ImageFeatures, ImageTower, joined_features
 from dschat_ppo.models.given_embeddings import GivenPrompts
 from dschat_ppo.types import PromptBatch, Rollout, full_sequences, row_sequences
@@ -53,6 +52,17 @@ class ImageStore:
         self._lock = Lock()
         self._prompts = list[Dataset]()  # data sets of prompts, in the order of their numbers
         self.tower_calls = 0
+
+    @property
+    def tower(self) -> ImageTower:
+        """What runs the images."""
+        return self._tower
+
+    def with_tower(self, tower: ImageTower) -> ImageStore:
+        """A store of the same prompts for a model with another tower."""
+        store = ImageStore(self._processor, tower, self._most_pixels, self._most_bytes)
+        store._prompts = self._prompts  # also those that get their numbers later
+        return store
 
     @property
     def banned_ids(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Models of images and text as language models that steps 1 and 2 train."""
+"""Models of images and text as language models that a run trains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from transformers import (
 )
 
 from dschat_ppo.config.step_config import StepConfig
-from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.features.images.tower import FAMILIES, sees_images, take_out_tower
 from dschat_ppo.models.lm_kinds import LMKind
 
@@ -17,10 +16,8 @@ OF_IMAGES = LMKind(sees_images, AutoModelForImageTextToText, take_out_tower)
 
 
 def kinds_of(config: StepConfig) -> tuple[LMKind, ...]:
-    """The kind of these models, in steps 1 and 2."""
-    if isinstance(config, FitConfig):
-        return (OF_IMAGES,)
-    return ()
+    """The kind of these models, in all steps."""
+    return (OF_IMAGES,)
 
 
 def reason_unusable(config: PretrainedConfig) -> str | None:
@@ -29,8 +26,8 @@ def reason_unusable(config: PretrainedConfig) -> str | None:
     name = type(config).__name__
     if sees_images(config):
         return (
-            f"{name} sees images: so far steps 1 and 2 train such models, reward models among them;"
-            " step 3 and the tools that generate or score take models of text"
+            f"{name} sees images: the steps train such models, but the tools that generate or score"
+            " take models of text"
         )
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         families = ", ".join(FAMILIES)

@@ -3,7 +3,6 @@ stand for an image. torchvision is not used, also where it is installed: its pix
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Sequence
 from copy import deepcopy
@@ -23,37 +22,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOST_PIXELS = 1024 * 1024  # of an image as Qwen's models see it, unless a flag says otherwise
-LONGEST_SIDES = 200  # of an image: the longer one over the shorter one
 # settings of configurations that name the ids of placeholders
 _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 _OF_QWEN = ("qwen2_5_vl", "qwen3_vl")
-
-
-def decoded_image(content: bytes, most_pixels: int) -> Image:
-    """The image in a file as RGB: turned as its EXIF entry says, its first frame, over white where
-    it is transparent. `UserError`: it is broken, or larger than `most_pixels`, or too long."""
-    from PIL import Image, ImageOps
-
-    with reading("the image cannot be decoded"):
-        image: Any = Image.open(io.BytesIO(content))
-        width, height = image.size
-    if width * height > most_pixels:
-        raise UserError(
-            f"the image has {width} x {height} pixels, more than --image_max_source_pixels"
-            f" {most_pixels}"
-        )
-    if max(width, height) > LONGEST_SIDES * min(width, height):
-        raise UserError(
-            f"the image has {width} x {height} pixels; its longer side may be {LONGEST_SIDES} times"
-            " the shorter one"
-        )
-    with reading("the image cannot be decoded"):
-        image = ImageOps.exif_transpose(image)
-        if image.has_transparency_data:
-            image = image.convert("RGBA")
-            white = Image.new("RGBA", image.size, "white")
-            image = Image.alpha_composite(white, image)
-        return image.convert("RGB")
 
 
 @dataclass(frozen=True)

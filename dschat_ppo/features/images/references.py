@@ -15,54 +15,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dschat_ppo.data.content_marks import MOST_MARKS, mark_of
+from dschat_ppo.data.content_marks import MOST_MARKS, PLACE, mark_of
 from dschat_ppo.data.examples import Row, json_value, kind_of
 from dschat_ppo.data.shards import number_of_bytes
 from dschat_ppo.errors import UserError
+from dschat_ppo.features.images.image_files import ImageFile
 
 COLUMNS = ("image", "images")
-PLACE = "<image>"  # in texts, as in the data sets of LLaVA
 _PART_KEYS = ("image", "image_url", "url", "path", "base64", "bytes")
 _PART_TYPES = ("image", "image_url", "input_image")
 _OTHER_MEDIA = ("video", "video_url", "audio", "audio_url", "input_audio")
 _STORED = "sha256:"  # before the hash of an image in the store
 _SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
 _NO_WEB = "images are not fetched from the web; save them beside the data, and name the files"
-
-
-@dataclass(frozen=True)
-class ImageFile:
-    """A file with an image, and the SHA-256 of its content when the data were prepared."""
-
-    path: str
-    sha: str
-
-    @property
-    def reference(self) -> str:
-        """One text, for the column of token rows."""
-        return f"{self.sha} {self.path}"
-
-    @staticmethod
-    def of(reference: str) -> ImageFile:
-        """The file of a `reference`."""
-        sha, _, path = reference.partition(" ")
-        return ImageFile(path, sha)
-
-    def content(self) -> bytes:
-        """The bytes of the file. `UserError`: it cannot be read, or is another one than before."""
-        try:
-            content = Path(self.path).read_bytes()
-        except OSError as problem:
-            raise UserError(
-                f"{self.path}: the image cannot be read ({problem.strerror}); it was there when the"
-                " data were prepared"
-            ) from None
-        if hashlib.sha256(content).hexdigest() != self.sha:
-            raise UserError(
-                f"{self.path}: the image has changed since the data were prepared; put the earlier"
-                " one back, or prepare the data again with another --data_output_path"
-            )
-        return content
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dschat_ppo.config.step_config import StepConfig
-from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.features.images.step_data import processor_of
 from dschat_ppo.features.images.tower import load_tower, sees_images
 from dschat_ppo.models.model_folders import SCORE
@@ -76,10 +75,8 @@ or export the run with `dschat-export`, for a folder that holds the whole model.
 """
 
 
-def beside_of(config: StepConfig) -> SavedBeside | None:
+def beside_of(config: StepConfig) -> SavedBeside:
     """What is written beside the decoder of a model that sees images."""
-    if not isinstance(config, FitConfig):
-        return None
     return SavedBeside(_tower_weights, partial(_write_processor, config), _usage_with_images)
 
 
@@ -96,12 +93,12 @@ def _tower_weights(model: PreTrainedModel) -> Mapping[str, Tensor]:
     return load_tower(_start_folder(model), dtype, torch.device("cpu")).weights()
 
 
-def _write_processor(config: FitConfig, model: PreTrainedModel, folder: Path) -> None:
+def _write_processor(config: StepConfig, model: PreTrainedModel, folder: Path) -> None:
     """Write the files of the processor, with the settings of the flags."""
     if not sees_images(model.config):
         return
     source = _start_folder(model)
-    tokenizer = read_tokenizer(source, "--model_name_or_path")
+    tokenizer = read_tokenizer(source, "model")
     processor_of(config, model.config, source, tokenizer).save_settings(folder)
 
 

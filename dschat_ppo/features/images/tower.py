@@ -77,6 +77,14 @@ class ImageTower:
         """Its weights, under the names that they have in the whole model."""
         return {f"model.{name}": weight for name, weight in self._model.state_dict().items()}
 
+    def has_bits_of(self, other: ImageTower) -> bool:
+        """Whether another tower has the same weights, so that both give the same."""
+        mine = self.weights()
+        theirs = other.weights()
+        if mine.keys() != theirs.keys():
+            return False
+        return all(torch.equal(mine[name], theirs[name]) for name in mine)
+
     def noise(self, tokens: int) -> ImageFeatures:
         """Features of so many tokens as the tower might give them, equal in all calls."""
         config = self._model.config

@@ -8,6 +8,7 @@ are shared.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from dschat_ppo.models.adapters.layers import (
 )
 from dschat_ppo.models.adapters.settings import AdapterSettings
 from dschat_ppo.models.architectures import backbone_of, classifier_class, config_for
+from dschat_ppo.models.lm_kinds import LMKind
 from dschat_ppo.models.model_folders import SCORE, is_adapter_folder
 
 
@@ -52,7 +54,10 @@ def model_over_base(model: PreTrainedModel, copies_adapter: bool = False) -> Pre
 
 
 def classifier_over_base(
-    base: PreTrainedModel, folder: str, adapter: AdapterSettings | None = None
+    base: PreTrainedModel,
+    folder: str,
+    adapter: AdapterSettings | None = None,
+    kinds: Sequence[LMKind] = (),
 ) -> PreTrainedModel:
     """A one-label classifier over the backbone parameters of `base`, which are shared, not copied,
     and frozen. Its adapter and its head are its own.
@@ -64,14 +69,15 @@ def classifier_over_base(
             the head is zero.
         adapter: settings of the adapter, with `freeze_base`; None: as in `folder`, which must then
             be an adapter's, and for a model that does not train.
+        kinds: of language models that the run takes, beside causal ones.
 
     Raises:
         UserError: transformers' classifier has another backbone than its language model.
     """
     tree = model_over_base(base)
     backbone = backbone_of(tree)
-    config = config_for(classifier_class(tree.config), tree.config)
-    classifier_type: Any = classifier_class(config)
+    config = config_for(classifier_class(tree.config, kinds), tree.config)
+    classifier_type: Any = classifier_class(config, kinds)
     with torch.device("meta"):
         classifier = classifier_type(config)
     backbone_name = classifier.base_model_prefix

@@ -13,8 +13,7 @@ from torch import Tensor
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.templates import with_template_flags
-from dschat_ppo.features.images.processors import decoded_image
-from dschat_ppo.features.images.references import ImageFile
+from dschat_ppo.features.images.image_files import ImageFile, decoded_image
 from dschat_ppo.features.images.step_data import read_by_model
 from dschat_ppo.models.tokenizers import load_tokenizer
 

@@ -17,8 +17,9 @@ from dschat_ppo.data.content_marks import mark_of
 from dschat_ppo.data.templates import render
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.images.content import IMAGES, SPANS
-from dschat_ppo.features.images.processors import decoded_image, load_processor
-from dschat_ppo.features.images.references import ImageFile, ImagePlaces
+from dschat_ppo.features.images.image_files import ImageFile, decoded_image
+from dschat_ppo.features.images.processors import load_processor
+from dschat_ppo.features.images.references import ImagePlaces
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.tokenizers import load_tokenizer
 

@@ -112,7 +112,7 @@ def test_flags_that_do_not_go_with_images_yet(folder, words):
 
 def test_models_and_steps_that_take_no_images(folder, tmp_path):
     vlm = str(folder / "idefics3")
-    with pytest.raises(UserError, match="so far steps 1 and 2 train such models"):
+    with pytest.raises(UserError, match="the steps train such models"):
         check_causal_lm(vlm)
     text_model = new_model("llama")
     text_model.save_pretrained(tmp_path)
@@ -129,7 +129,8 @@ def test_a_run_without_images_does_not_need_pillow():
         "import sys\n"
         "from dschat_ppo.features import hooks\n"
         "for name in ('lm_kinds.kinds_of', 'given_embeddings.source_of', 'saved_parts.beside_of',\n"
-        "             'step_data.read_by_model', 'checks.check_trained_model'):\n"
+        "             'step_data.read_by_model', 'checks.check_trained_model',\n"
+        "             'checks.check_prompts', 'prompt_contents.content_of'):\n"
         "    assert hooks(name), name\n"
         "images = 'dschat_ppo.features.images'\n"
         "for name in ('image_store', 'processors', 'content'):\n"

@@ -1,0 +1,22 @@
+"""The images of a prompt as rewards see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dschat_ppo.features.images.columns import IMAGES, SPANS
+from dschat_ppo.ppo.prompt_contents import PromptContent
+from dschat_ppo.rewards.call_forms import MadeByWorker
+
+_OPENS = "dschat_ppo.features.images.image_files"  # what a worker imports
+
+
+def content_of(record: Mapping[str, Any]) -> PromptContent | None:
+    """Of a token row, with its images for functions that name `images`, as a list; None for data of
+    a model that sees none."""
+    if IMAGES not in record:
+        return None
+    spans = [(start, end) for start, end in record[SPANS] or ()]
+    images = MadeByWorker(_OPENS, "images_of", tuple(record[IMAGES] or ()))
+    return PromptContent(spans, {IMAGES: images})
