@@ -3,6 +3,7 @@ has them; pictures; and the plain pass of transformers over one row, as an oracl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -209,9 +210,10 @@ def noise(width: int, height: int, seed: int) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def plain_logprobs(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+def plain_logprobs(model: Any, inputs: dict[str, Tensor], banned_ids: Sequence[int] = ()) -> Tensor:
     """(T - 1,): log-probs of the tokens of one row after the first, by transformers' own pass over
-    ids and pixels."""
+    ids and pixels; banned tokens have no probability."""
     with torch.no_grad():
         logits = model(**inputs).logits[0, :-1].float()
+    logits[:, list(banned_ids)] = -torch.inf
     return logits.log_softmax(-1).gather(1, inputs["input_ids"][0, 1:, None])[:, 0]

@@ -93,6 +93,20 @@ class GivenSource(Protocol):
         rows: with them `select_kernels` compares ways of running rows."""
         ...
 
+    def for_probe_prompts(self, prompts: PromptBatch) -> tuple[PromptBatch, GivenPrompts]:
+        """Prompts with some tokens replaced, and noise that is given for these: in one place, in
+        two, or nowhere in short ones. With them generation is checked."""
+        ...
+
+
+def of_prompts(given: GivenPrompts, chosen: Sequence[int]) -> GivenPrompts:
+    """What is given for the `chosen` prompts of a batch, as for a batch of these."""
+
+    def given_for(indices: Sequence[int], width: int) -> GivenEmbeddings | None:
+        return given([chosen[index] for index in indices], width)
+
+    return given_for
+
 
 def compared_keys(input_ids: Tensor, given: GivenEmbeddings | None) -> Tensor:
     """(B, T) int64, by which rows are compared: two tokens are the same if these are."""

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.errors import UserError
+from dschat_ppo.models.given_embeddings import GivenSource
 from dschat_ppo.rollout.generation_request import EngineName, GenerationConfig
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
@@ -37,10 +38,17 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple
 
 
 def generation_config(
-    flags: PPOFlags, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+    flags: PPOFlags,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    source: GivenSource | None = None,
 ) -> GenerationConfig:
     """Sampling parameters, stopping criteria and engine that the flags ask for. A response ends
-    with what ends the turns of `tokenizer` and `model` (`end_ids`), and where flags say so."""
+    with what ends the turns of `tokenizer` and `model` (`end_ids`), and where flags say so. No
+    token is drawn that stands for what the `source` gives."""
+    banned_ids: tuple[int, ...] = ()
+    if source is not None:
+        banned_ids = source.banned_ids
     stopping = StoppingCriteria(
         flags.max_answer_seq_len,
         end_ids(tokenizer, model),
@@ -48,6 +56,7 @@ def generation_config(
         tuple(flags.stop_strings),
         flags.min_answer_seq_len,
         tokenizer.batch_decode,
+        banned_ids,
     )
     sampling = SamplingParameters(
         flags.temperature, flags.top_p, flags.top_k, flags.min_p, flags.repetition_penalty

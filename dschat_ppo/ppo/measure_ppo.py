@@ -11,16 +11,23 @@ import torch
 from torch import Tensor
 
 from dschat_ppo.common import dist
-from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.errors import UserError
 from dschat_ppo.planner.step_time import PPOMeasurement, usual_seconds
 from dschat_ppo.ppo.components import PPOComponents
 from dschat_ppo.ppo.loop import update
 from dschat_ppo.ppo.mini_dataset import gather_rows
+from dschat_ppo.ppo.rollouts import prompt_batch
 from dschat_ppo.rollout.cache_memory import rows_for_memory
 from dschat_ppo.rollout.continuous_batching import never
 from dschat_ppo.rollout.sampling import StoppingCriteria
-from dschat_ppo.types import FinishReason, PromptBatch, Rollout, ScoredRollout, to_device
+from dschat_ppo.types import (
+    FinishReason,
+    PromptBatch,
+    Rollout,
+    ScoredRollout,
+    repeat_rows,
+    to_device,
+)
 
 DECODE_STEPS = 8
 SAMPLE = 64  # prompts whose length stands for that of all
@@ -60,7 +67,9 @@ def _measure_generation(ppo: PPOComponents) -> tuple[int, float, float]:
     prompt_count = max(1, int(dist.all_reduce(fewest, "min")) // samples)
 
     def seconds(batch: PromptBatch, tokens: int) -> float:
-        config = replace(sampler.config, stopping=StoppingCriteria(tokens))
+        banned_ids = sampler.config.stopping.banned_ids
+        stopping = StoppingCriteria(tokens, banned_ids=banned_ids)
+        config = replace(sampler.config, stopping=stopping)
         seeds = torch.arange(prompt_count * samples)
         return usual_seconds(lambda: sampler.generate(batch, seeds, config, never))
 
@@ -74,11 +83,13 @@ def _evenly_spaced_prompts(ppo: PPOComponents, count: int, columns: int) -> Prom
     """`count` prompts at even distances in the data, each with `columns` more tokens."""
     sampler = ppo.collection.sampler
     indices = _indices(ppo, count)
-    batch = to_device(collate_prompts(sampler.prompts, indices, sampler.pad_id), ppo.device)
-    more = _made_up_tokens(batch, count, columns)
+    batch = prompt_batch(sampler.prompts, indices, sampler.pad_id, sampler.given_source)
+    batch = to_device(batch, ppo.device)
+    more = _made_up_tokens(ppo, batch, count, columns)
     return PromptBatch(
         torch.cat([batch.prompt_ids, more], dim=1),
         torch.cat([batch.prompt_mask, torch.ones_like(more, dtype=torch.bool)], dim=1),
+        extra=batch.extra,
     )
 
 
@@ -88,9 +99,12 @@ def _indices(ppo: PPOComponents, count: int) -> list[int]:
     return [index * total // count for index in range(count)]
 
 
-def _made_up_tokens(batch: PromptBatch, rows: int, columns: int) -> Tensor:
-    """(rows, columns) tokens drawn from those of the prompts."""
+def _made_up_tokens(ppo: PPOComponents, batch: PromptBatch, rows: int, columns: int) -> Tensor:
+    """(rows, columns) tokens drawn from those of the prompts, without banned ones."""
     tokens = batch.prompt_ids[batch.prompt_mask]
+    banned_ids = ppo.collection.sampler.config.stopping.banned_ids
+    if banned_ids:
+        tokens = tokens[~torch.isin(tokens, tokens.new_tensor(banned_ids))]
     return tokens[torch.randint(len(tokens), (rows, columns), device=tokens.device)]
 
 
@@ -112,17 +126,17 @@ def _update_sizes(ppo: PPOComponents) -> list[int]:
 def _rollout(ppo: PPOComponents, rows: int) -> Rollout:
     """`rows` responses of full length, in whole groups, with the log-probs of the actor."""
     prompts = _evenly_spaced_prompts(ppo, rows // ppo.plan.samples, columns=0)
-    ids = prompts.prompt_ids.repeat_interleave(ppo.plan.samples, dim=0)
-    mask = prompts.prompt_mask.repeat_interleave(ppo.plan.samples, dim=0)
-    response_ids = _made_up_tokens(prompts, rows, ppo.config.ppo.max_answer_seq_len)
+    of_rows = repeat_rows(prompts, ppo.plan.samples)
+    response_ids = _made_up_tokens(ppo, prompts, rows, ppo.config.ppo.max_answer_seq_len)
     every_token = torch.ones_like(response_ids, dtype=torch.bool)
     rollout = Rollout(
-        prompt_ids=ids,
-        prompt_mask=mask,
+        prompt_ids=of_rows.prompt_ids,
+        prompt_mask=of_rows.prompt_mask,
         response_ids=response_ids,
         response_mask=every_token,
         rollout_logprobs=torch.zeros_like(every_token, dtype=torch.float32),
-        finish_reason=torch.full((rows,), FinishReason.LENGTH, dtype=torch.int8, device=ids.device),
+        finish_reason=torch.full((rows,), FinishReason.LENGTH, dtype=torch.int8, device=ppo.device),
+        extra=of_rows.extra,
     )
     actor_alone = replace(
         ppo.collection.passes,

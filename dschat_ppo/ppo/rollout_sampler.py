@@ -127,7 +127,7 @@ class RolloutSampler:
         self.given_source = hybrid.given_source
         if self.given_source is not None:
             self.given_source.number_prompts(prompts)
-        config = generation_config(flags, tokenizer, hybrid.model)
+        config = generation_config(flags, tokenizer, hybrid.model, self.given_source)
         if len(config.stopping.eos_ids) > 1:
             names = ", ".join(
                 f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in config.stopping.eos_ids
@@ -145,6 +145,7 @@ class RolloutSampler:
                 hybrid.max_over_ranks,
                 self.recorder,
                 has_partner=any_observes(extensions),
+                source=self.given_source,
             )
             self.engine_text = engine_text(model, self.config, hybrid.max_over_ranks)
         sample = own_rollouts(self.generate, self.pad_id, self.given_source)

@@ -16,6 +16,7 @@ from dschat_ppo.common.exit_codes import ran_out_of_memory
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.models.backbone import has_states, last_logits_argument, position_arguments
+from dschat_ppo.models.given_embeddings import GivenEmbeddings, given_arguments
 from dschat_ppo.rollout.attention import RolloutAttention, attention_replaced
 from dschat_ppo.rollout.cache_memory import warn_of_memory
 from dschat_ppo.rollout.decode_kernels import decode_kernel_for
@@ -335,7 +336,9 @@ class ContinuousBatching:
         )
         flat_indices = rows.sequences[:, None] * self.buffers.width + positions
         ids = self.buffers.token_ids.view(-1)[self._on_device(flat_indices)]
-        self._forward(ids, self._on_device(positions), self.cache)
+        sequences = self._on_device(rows.sequences)
+        placed = self.buffers.placed(sequences, self._on_device(positions))
+        self._forward(ids, placed, self.cache)
 
     def _on_device(self, array: np.ndarray) -> Tensor:
         """The array as a tensor on the model's device."""
@@ -372,9 +375,10 @@ class ContinuousBatching:
         self.attention.metadata = metadata
 
         ids = self.buffers.token_ids[self._on_device(prompts), :tokens]
+        given = self.buffers.given(prompts.tolist(), tokens)
         positions = torch.arange(tokens, device=self.device).expand(len(prompts), -1)
         if self.states is None:
-            self._forward(ids, positions, self.cache)
+            self._forward(ids, positions, self.cache, given)
             return
         # Padding on the right would change states; on the left it does not where the layers mask
         # it.
@@ -385,7 +389,8 @@ class ContinuousBatching:
         cache = RolloutCache(self.model.config)
         mask = positions >= 0
         positions = positions.clamp_min(0)
-        self._forward(ids.gather(1, positions), positions, cache, attention_mask=mask.long())
+        ids = ids.gather(1, positions)
+        self._forward(ids, positions, cache, given, attention_mask=mask.long())
         running = self.running.rows.sequences
         started = running[row_of_prompt[prompt_of[running]] >= 0]
         has_state = prompt_lengths[started] > 1
@@ -414,19 +419,30 @@ class ContinuousBatching:
         self.attention.metadata = metadata
         counts = positions + 1 - buffers.prompt_lengths[sequences]
         ids = buffers.token_ids.view(-1)[sequences * buffers.width + positions]
-        logits = self._forward(ids.unsqueeze(1), positions.unsqueeze(1), self.cache)
+        placed = buffers.placed(sequences, positions.unsqueeze(1))
+        logits = self._forward(ids.unsqueeze(1), placed, self.cache)
         return buffers.append(sequences, counts, *buffers.draw(logits, sequences, counts, search))
 
     def _forward(
-        self, ids: Tensor, positions: Tensor, cache: RolloutCache, **mask: Tensor
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        cache: RolloutCache,
+        given: GivenEmbeddings | None = None,
+        **mask: Tensor,
     ) -> Tensor:
-        """(n, L) ids -> (n, V) logits of the last column."""
+        """(n, L) ids -> (n, V) logits of the last column. `given`: of n rows of L columns, which
+        the `positions` name."""
+        arguments = position_arguments(self.model, positions)
+        if given is not None:
+            first_slots = torch.arange(len(ids), device=self.device).unsqueeze(1) * ids.shape[1]
+            arguments = given_arguments(given, first_slots + positions, arguments)
         output = self.model(
             input_ids=ids,
             past_key_values=cache,
             use_cache=True,
             **mask,
-            **position_arguments(self.model, positions),
+            **arguments,
             **last_logits_argument(self.model, 1),
         )
         return output.logits[:, -1]

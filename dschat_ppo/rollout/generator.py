@@ -15,6 +15,7 @@ from dschat_ppo.common.exactness import exact_rollouts
 from dschat_ppo.cpu_kernels.operations import can_run
 from dschat_ppo.models.backbone import has_states
 from dschat_ppo.models.fast_layers import kernels_for
+from dschat_ppo.models.given_embeddings import of_prompts
 from dschat_ppo.models.wrapped_models import vocabulary_size
 from dschat_ppo.rollout.cache_memory import pool_limits, rows_for_memory
 from dschat_ppo.rollout.call_rounds import CallRounds, run_rounds
@@ -190,7 +191,11 @@ def _turn_by_turn(
     limits = request.limits
     if limits is None:
         limits = torch.full_like(request.seeds, config.stopping.max_new_tokens)
-    starts = RolloutRequest(repeat_rows(request.prompts, config.samples), request.seeds, limits)
+    given = request.given
+    if given is not None:
+        given = of_prompts(given, [row // config.samples for row in range(len(request.seeds))])
+    prompts = repeat_rows(request.prompts, config.samples)
+    starts = RolloutRequest(prompts, request.seeds, limits, given=given)
     one_sample = replace(config, samples=1)
 
     def sample(actions: RolloutRequest) -> Rollout:
@@ -215,7 +220,7 @@ def _run_static(
         recorder = new_recorder()
     if not request.on_gpu and (exchange_of is not None or exact_rollouts()):
         recorder = None
-    key = (config, len(request.seeds))
+    key = (config, len(request.seeds), request.given is not None)
     memory = None
     if recorder is not None:
         memory = recorder.take(key, request.prompts.prompt_ids.shape[1], model)

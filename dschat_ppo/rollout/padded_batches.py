@@ -4,6 +4,7 @@ masks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from dschat_ppo.common.exit_codes import ran_out_of_memory
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.progress import report_phase
-from dschat_ppo.models.backbone import last_logits_argument, position_arguments, slot_arguments
+from dschat_ppo.models.backbone import last_logits_argument, position_arguments, row_arguments
+from dschat_ppo.models.given_embeddings import GivenEmbeddings, given_arguments
 from dschat_ppo.rollout.cache_memory import warn_of_memory
 from dschat_ppo.rollout.continuous_batching import MaxOverRanks, never
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
@@ -138,15 +140,25 @@ class PaddedBatches:
         ids = buffers.token_ids[rows].gather(1, columns.clamp_min(0))
         mask = (columns >= 0).long()
         cache = new_cache(self.model)
+        given = self._given(sequences, longest)
+        slots = torch.arange(len(rows), device=device).unsqueeze(1) * longest + columns.clamp_min(0)
         running = torch.full_like(rows, len(sequences) > 0, dtype=torch.bool)
         counts = torch.zeros_like(rows)
         while self.max_over_ranks(int(running.any() and not self.cancelled())):
             heartbeat()
             if self.cached:
-                logits = self._cached_logits(ids, mask, cache)
+                positions = (mask.cumsum(dim=1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+                if mask.shape[1] == longest:
+                    arguments = position_arguments(self.model, positions)
+                    arguments = given_arguments(given, slots, arguments)
+                    given = None  # it may be large
+                else:
+                    positions = buffers.placed(rows, positions)
+                    arguments = position_arguments(self.model, positions)
+                logits = self._cached_logits(ids, mask, cache, arguments)
             else:
                 last = lengths.squeeze(1) + counts - 1
-                logits = self._logits_of_rows(rows, mask.shape[1], last)
+                logits = self._logits_of_rows(rows, mask.shape[1], last, given)
             tokens, logprobs = buffers.draw(
                 logits, rows, counts.clamp_max(buffers.response_width - 1)
             )
@@ -163,24 +175,38 @@ class PaddedBatches:
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
             yield tokens
 
-    def _cached_logits(self, ids: Tensor, mask: Tensor, cache: Cache) -> Tensor:
+    def _given(self, sequences: Tensor, longest: int) -> GivenEmbeddings | None:
+        """What the model gets for the prompts of n sequences, the longest of which has so many
+        tokens; for passes of whole rows in all their columns."""
+        width = longest
+        if not self.cached:
+            width = self.buffers.width
+        return self.buffers.given(sequences.tolist(), width)
+
+    def _cached_logits(
+        self, ids: Tensor, mask: Tensor, cache: Cache, arguments: dict[str, Any]
+    ) -> Tensor:
         """Logits (n, V) after the new tokens `ids` (n, L), whose earlier ones are in `cache`.
-        `mask` (n, tokens so far) int64, 0 in the padding on the left."""
-        positions = (mask.cumsum(dim=1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        `mask` (n, tokens so far) int64, 0 in the padding on the left; `arguments`: positions, and
+        what is given for some of the ids."""
         output = self.model(
             input_ids=ids,
             attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
-            **position_arguments(self.model, positions),
+            **arguments,
             **last_logits_argument(self.model, 1),
         )
         return output.logits[:, -1]
 
-    def _logits_of_rows(self, rows: Tensor, width: int, last: Tensor) -> Tensor:
+    def _logits_of_rows(
+        self, rows: Tensor, width: int, last: Tensor, given: GivenEmbeddings | None
+    ) -> Tensor:
         """Logits (n, V) after the token in column `last` (n,) of the buffers' `rows` (n,), by a
-        pass of their first `width` columns."""
+        pass of their first `width` columns. `given`: of the rows, in at least as many columns."""
         ids = self.buffers.token_ids[rows, :width]
-        arguments = slot_arguments(self.model, ids)
+        if given is not None:
+            given = given.of_rows(torch.arange(len(rows), device=rows.device), width)
+        arguments = row_arguments(self.model, ids, given)
         output = self.model(input_ids=ids, attention_mask=None, use_cache=False, **arguments)
         return output.logits[torch.arange(len(rows), device=rows.device), last]

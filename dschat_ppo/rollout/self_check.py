@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -19,9 +20,10 @@ from dschat_ppo.models.backbone import (
     hidden_window,
     of_any_rank,
     position_arguments,
-    slot_arguments,
+    row_arguments,
     unfit,
 )
+from dschat_ppo.models.given_embeddings import GivenEmbeddings, GivenSource
 from dschat_ppo.models.wrapped_models import vocabulary_size
 from dschat_ppo.rollout.attention import RolloutAttention, attention_replaced
 from dschat_ppo.rollout.continuous_batching import MaxOverRanks
@@ -78,10 +80,11 @@ def choose_engine(
     max_over_ranks: MaxOverRanks | None = None,
     recorder: StepRecorder | None = None,
     has_partner: bool = False,
+    source: GivenSource | None = None,
 ) -> GenerationConfig:
     """The configuration with the first of `ENGINES`, from its own on, that passes the self-check on
-    `model`, also in dialogues if it `has_partner`. Collective. A warning names each engine that
-    does not.
+    `model`, also in dialogues if it `has_partner`, and with what the `source` gives for prompts.
+    Collective. A warning names each engine that does not.
 
     Raises:
         NonFiniteError: the log-probs of the model are not finite.
@@ -93,7 +96,7 @@ def choose_engine(
     remaining = engines[engines.index(config.engine) :]
     for engine in remaining:
         difference, reason = check_engine(
-            model, config, engine, max_over_ranks, recorder, has_partner
+            model, config, engine, max_over_ranks, recorder, has_partner, source
         )
         result = reason or f"log-probs within {difference:.1e}"
         if not reason and difference <= tolerance:
@@ -125,9 +128,11 @@ def check_engine(
     max_over_ranks: MaxOverRanks | None = None,
     recorder: StepRecorder | None = None,
     has_partner: bool = False,
+    source: GivenSource | None = None,
 ) -> tuple[float, str]:
     """Generate greedy tokens from a few random prompts, and dialogues if it `has_partner`; compare
-    with one forward pass without a cache. Collective.
+    with one forward pass without a cache. The `source` gives noise for some tokens of the prompts.
+    Collective.
 
     Returns:
         The largest difference of a log-prob from that of the pass, or of this one from that of the
@@ -140,18 +145,23 @@ def check_engine(
         if reason:
             return 0.0, reason
     prompts = check_prompts(model, vocabulary, device)
-    request = RolloutRequest(prompts, seeds=torch.arange(SAMPLES * len(LENGTHS)))
+    given_prompts = None
+    if source is not None:
+        prompts, given_prompts = source.for_probe_prompts(prompts)
+    seeds = torch.arange(SAMPLES * len(LENGTHS))
+    request = RolloutRequest(prompts, seeds, given=given_prompts)
+    stopping = StoppingCriteria(NEW_TOKENS, banned_ids=config.stopping.banned_ids)
     greedy = replace(
         config,
         sampling=SamplingParameters(top_k=1),
-        stopping=StoppingCriteria(NEW_TOKENS),
+        stopping=stopping,
         samples=SAMPLES,
         rows=4,
         engine=engine,
     )
     tests: list[tuple[GenerationConfig, Partner | None]] = [(greedy, None)]
     if has_partner:  # each token ends an action
-        ends = StoppingCriteria(NEW_TOKENS, stop_ids=tuple(range(vocabulary)))
+        ends = replace(stopping, stop_ids=tuple(range(vocabulary)))
         tests.append((replace(greedy, stopping=ends), Echo()))
     largest = torch.tensor(math.inf, device=device)
     with attempt() as tried:
@@ -160,17 +170,28 @@ def check_engine(
             rollout = generate(
                 model, request, test_config, max_over_ranks, recorder=recorder, partner=partner
             )
-            differences += _greedy_differences(model, rollout)
+            given = None
+            if given_prompts is not None:
+                prompt_indices = [row // SAMPLES for row in range(len(seeds))]
+                given = given_prompts(prompt_indices, full_sequences(rollout)[0].shape[1])
+            differences += _greedy_differences(model, rollout, given, stopping.banned_ids)
         largest = torch.cat(differences).max()
     reason = unfit(tried)
     # of all ranks, so that they choose the same engine
     return float(all_reduce(largest, "max")), of_any_rank(reason, device)
 
 
-def _greedy_differences(model: PreTrainedModel, rollout: Rollout) -> list[Tensor]:
+def _greedy_differences(
+    model: PreTrainedModel,
+    rollout: Rollout,
+    given: GivenEmbeddings | None,
+    banned_ids: Sequence[int],
+) -> list[Tensor]:
     """Of each greedy token, how far its log-prob is from that of the model's plain pass, and how
-    far this one is below that of the likeliest token: (tokens,) each."""
-    logits = plain_logits(model, rollout)
+    far this one is below that of the likeliest token that is not banned: (tokens,) each."""
+    logits = plain_logits(model, rollout, given)
+    if banned_ids:
+        logits[:, :, list(banned_ids)] = -torch.inf
     mask = rollout.response_mask
     logprobs = token_logprobs(logits, rollout.response_ids)
     likeliest = token_logprobs(logits, logits.argmax(dim=-1))
@@ -223,15 +244,17 @@ def reason_unsupported(model: PreTrainedModel) -> str:
 
 
 @torch.no_grad()
-def plain_logits(model: PreTrainedModel, rollout: Rollout) -> Tensor:
+def plain_logits(
+    model: PreTrainedModel, rollout: Rollout, given: GivenEmbeddings | None = None
+) -> Tensor:
     """Logits (B, R, V) before each response token by the model's own pass of right-padded rows, as
-    in training."""
+    in training. `given`: of the `full_sequences`."""
     input_ids, _ = full_sequences(rollout)
     logits = model(
         input_ids=input_ids,
         attention_mask=None,
         use_cache=False,
-        **slot_arguments(model, input_ids),
+        **row_arguments(model, input_ids, given),
     ).logits
     before = response_slots(rollout) - 1  # (B, R)
     return logits.gather(1, before.unsqueeze(2).expand(-1, -1, logits.shape[2]))

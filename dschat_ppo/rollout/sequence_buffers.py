@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from dschat_ppo.models.given_embeddings import GivenEmbeddings
 from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
 from dschat_ppo.rollout.partners import OpenedSequence
 from dschat_ppo.rollout.sampling import ASK_DEVICE, NucleusSearch, row_uniforms, sample
@@ -28,7 +29,8 @@ class SequenceBuffers:
     (A+1, V) bool, True for tokens in the sequence, or None without a repetition penalty. `is_end`,
     `is_eos` and `is_banned` (None without banned tokens) are (V,) bool. `observed` (A+1,
     `response_width`) bool marks response tokens that the model did not choose. `stop_strings` are
-    texts that end some sequences besides those of `stopping`, by sequence.
+    texts that end some sequences besides those of `stopping`, by sequence. `offsets` (A+1,) int64
+    are what positions after the prompt add to the columns; None if nothing is given for prompts.
     """
 
     def __init__(
@@ -77,12 +79,18 @@ class SequenceBuffers:
         self.seen: Tensor | None = None
         if self.sampling.repetition_penalty != 1:
             self.seen = torch.zeros(rows, vocabulary, dtype=torch.bool, device=device)
+        self.offsets: Tensor | None = None
+        if request.given is not None:
+            self.offsets = torch.zeros_like(self.prompt_lengths)
         self.fill(request)
 
     def fill(self, request: RolloutRequest) -> None:
         """Start again with as many prompts, none wider than `prompt_width`. All tensors stay where
         they are."""
         self.prompts = repeat_rows(request.prompts, self.samples)
+        self._given = request.given
+        if self.offsets is not None:
+            self.offsets.zero_()
         longest = self.prompts.prompt_ids.shape[1]
         device = self.token_ids.device
         self.prompt_lengths[:-1] = self.prompts.prompt_mask.sum(dim=1)
@@ -113,6 +121,26 @@ class SequenceBuffers:
         uniforms = row_uniforms(request.seeds, self.response_width + int(drawn.max()))
         columns = drawn.unsqueeze(1) + torch.arange(self.response_width, device=drawn.device)
         return uniforms.gather(1, columns)
+
+    def given(self, sequences: Sequence[int], width: int) -> GivenEmbeddings | None:
+        """What the model gets for the prompts of n sequences, in the first `width` columns; None:
+        nothing. It is made here, and the offsets of all sequences with these prompts are noted."""
+        if self._given is None or not sequences:
+            return None
+        prompts = [sequence // self.samples for sequence in sequences]
+        given = self._given(prompts, width)
+        if given is not None and given.offsets is not None:
+            assert self.offsets is not None
+            of_prompts = self.offsets[:-1].view(-1, self.samples)
+            of_prompts[prompts] = given.offsets.unsqueeze(1)
+        return given
+
+    def placed(self, sequences: Tensor, columns: Tensor) -> Tensor:
+        """The positions (n, L) of tokens that the model gets after prompts, at `columns` (n, L)
+        int64 of n sequences."""
+        if self.offsets is None:
+            return columns
+        return columns + self.offsets[sequences].unsqueeze(1)
 
     @property
     def nbytes(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from dschat_ppo.models.given_embeddings import of_prompts
 from dschat_ppo.rollout.continuous_batching import MaxOverRanks
 from dschat_ppo.rollout.generation_request import RolloutRequest
 from dschat_ppo.rollout.partners import Partner
@@ -64,7 +65,7 @@ def generate_turn_by_turn(
             sample(idle_request(starts.seeds.device))
             continue
         limits = [dialogues[row].limit - dialogues[row].length for row in acting]
-        actions = sample(_next_actions(dialogues, acting, starts.seeds, limits))
+        actions = sample(_next_actions(dialogues, acting, starts, limits))
         if cancelled():
             continue
         asked = []
@@ -99,16 +100,21 @@ def _new_dialogues(starts: RolloutRequest) -> list[Dialogue]:
 
 
 def _next_actions(
-    dialogues: list[Dialogue], rows: list[int], seeds: Tensor, limits: list[int]
+    dialogues: list[Dialogue], rows: list[int], starts: RolloutRequest, limits: list[int]
 ) -> RolloutRequest:
-    """The next actions of the dialogues in some rows, of at most `limits` tokens each. `seeds`: of
-    all dialogues."""
+    """The next actions of the dialogues in some rows, of at most `limits` tokens each. `starts`:
+    of all dialogues."""
+    seeds = starts.seeds
     drawn = [int(dialogues[row].mask.sum()) for row in rows]
+    given = starts.given
+    if given is not None:
+        given = of_prompts(given, rows)
     return RolloutRequest(
         left_padded([dialogues[row].history for row in rows]),
         seeds[rows],
         torch.tensor(limits, device=seeds.device),
         torch.tensor(drawn, device=seeds.device),
+        given=given,
     )
 
 
@@ -159,4 +165,5 @@ def rollout_of_dialogues(dialogues: list[Dialogue], prompts: PromptBatch) -> Rol
         ),
         finish_reason=torch.tensor(reasons, dtype=torch.int8, device=device),
         episode_lengths=episode_lengths,
+        extra=prompts.extra,
     )

@@ -34,6 +34,16 @@ _WAYS_OUT = {
     "reference": "omit the flag, so that the reference is the actor before training",
 }
 _USES = ("preference", "unpaired")  # what step 2 reads beside images: pairs and labelled answers
+# flags of step 3 with which prompts come about, or are generated for, in ways that have no images
+_WITHOUT_IMAGES = (
+    "agent",
+    "agent_command",
+    "agent_func_path",
+    "environment",
+    "exact_rollout",
+    "tool_config",
+    "tools",
+)
 
 
 def check_trained_model(config: StepConfig, model_config: PretrainedConfig, model: str) -> None:
@@ -48,6 +58,10 @@ def check_trained_model(config: StepConfig, model_config: PretrainedConfig, mode
         "--resize_vocabulary": config.run.resize_vocabulary,
         "step 3": isinstance(config, PPOConfig),
     }
+    for name in _WITHOUT_IMAGES:
+        reasons[f"--{name}"] = bool(config.value(name))
+    tensor_parallel_size = config.value("inference_tp_size") or 1
+    reasons["--inference_tp_size"] = tensor_parallel_size > 1
     if isinstance(config, PreferenceConfig):
         use = config.reward.objective_kind.use
         reasons[f"--objective {config.reward.objective}"] = use not in _USES

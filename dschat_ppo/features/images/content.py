@@ -110,7 +110,11 @@ class RowImages:
         return replace(ids, prompt=prompt, prompt_spans=moved, fixed_spans=spans)
 
     def values(self, ids: EncodedExample, items: list[ImageFile]) -> dict[str, Any]:
-        """The values of `columns`."""
+        """The values of `columns`. `UserError`: a prompt without an answer ends with an image, and
+        the first token of the response would follow a part of it."""
+        ends_with_image = ids.fixed_spans and ids.fixed_spans[-1][1] == len(ids.prompt)
+        if ends_with_image and not ids.answers:
+            raise UserError("the prompt ends with an image; let a text follow (--chat_template)")
         references = [item.reference for item in items]
         return {IMAGES: references, SPANS: [list(span) for span in ids.fixed_spans]}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
 
@@ -23,6 +23,8 @@ from dschat_ppo.models.given_embeddings import GivenPrompts
 from dschat_ppo.types import PromptBatch, Rollout, full_sequences, row_sequences
 
 _PROBE_COLUMNS = (1, 2, 3, 4)  # of a probe, that stand for an image
+_PROBE_STARTS = (1, 8)  # columns of prompts of a probe at which an image of 2 x 2 tokens begins
+_PROBE_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,9 @@ class ImageStore:
 
     def for_prompts(self, prompts: PromptBatch) -> GivenPrompts:
         """The images of prompts; the tower runs when they are asked for."""
-        numbers = prompts.extra[ROW_OF_IMAGES].tolist()
+        numbers = [-1] * len(prompts.prompt_ids)
+        if ROW_OF_IMAGES in prompts.extra:
+            numbers = prompts.extra[ROW_OF_IMAGES].tolist()
         lengths = prompts.prompt_mask.sum(dim=1)
         rows = prompts.prompt_ids.cpu()
 
@@ -164,6 +168,8 @@ class ImageStore:
 
     def for_rollout(self, rows: Rollout) -> ImageInputs | None:
         """The images of the `full_sequences` of rows; of several contexts, in the first."""
+        if ROW_OF_IMAGES not in rows.extra:
+            return None
         sequences = row_sequences(rows)
         numbers = rows.extra[ROW_OF_IMAGES][sequences.rows]
         is_first = sequences.starts < rows.prompt_ids.shape[1]
@@ -188,6 +194,39 @@ class ImageStore:
             positions = slots.expand(3, *ids.shape).clone()
             positions[1, :, columns] += 1  # of the axes, two go through an image as through a text
         return ids, ImageInputs(features, index, positions).to(ids.device)
+
+    def for_probe_prompts(self, prompts: PromptBatch) -> tuple[PromptBatch, GivenPrompts]:
+        """Prompts (B, P) with two images of noise, of 2 x 2 tokens, where they are long enough;
+        with one, or none, where they are shorter."""
+        lengths = prompts.prompt_mask.sum(dim=1)
+        columns = torch.arange(prompts.prompt_ids.shape[1], device=lengths.device)
+        index = torch.full_like(prompts.prompt_ids, -1)  # of a token by its column in the row
+        positions = columns.expand(3, *index.shape).clone()
+        offsets = torch.zeros_like(lengths)
+        axes = torch.tensor([[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1]], device=lengths.device)
+        for image, start in enumerate(_PROBE_STARTS):
+            end = start + _PROBE_TOKENS
+            has_image = lengths > end  # a text follows
+            index[has_image, start:end] = image * _PROBE_TOKENS + columns[:_PROBE_TOKENS]
+            positions[:, has_image, start:end] = start - 2 * image + axes.unsqueeze(1)
+            positions[:, has_image, end:] -= 2  # an image of two rows takes two positions
+            offsets[has_image] -= 2
+        features = self._tower.noise(_PROBE_TOKENS * len(_PROBE_STARTS))
+        inputs = ImageInputs(features, index).to(lengths.device)
+        if self._tower.has_axes:
+            inputs = replace(inputs, positions=positions, offsets=offsets)
+
+        def given(indices: Sequence[int], width: int) -> ImageInputs:
+            """The images of the prompts at `indices`, in the first `width` columns."""
+            chosen = torch.tensor(indices, dtype=torch.int64, device=lengths.device)
+            return inputs.widened(width).of_rows(chosen, width)
+
+        row_columns = columns - (len(columns) - lengths).unsqueeze(1)  # below 0 in the padding
+        is_image = (index.gather(1, row_columns.clamp_min(0)) >= 0) & prompts.prompt_mask
+        placeholder = self._processor.placeholder_id
+        ids = torch.where(prompts.prompt_ids == placeholder, 0, prompts.prompt_ids)
+        ids = torch.where(is_image, placeholder, ids)
+        return replace(prompts, prompt_ids=ids), given
 
     def _of_row(self, references: tuple[str, ...]) -> RowFeatures:
         """The features of the images of a row: those that are kept, or new ones."""

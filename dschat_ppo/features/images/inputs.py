@@ -57,6 +57,19 @@ class ImageInputs:
         index = self.index[rows, :width]
         return replace(self, index=index, positions=positions, offsets=offsets)
 
+    def widened(self, width: int) -> ImageInputs:
+        """The same with tokens of text after the rows, if they have fewer than `width` columns."""
+        missing = width - self.index.shape[1]
+        if missing <= 0:
+            return self
+        index = torch.nn.functional.pad(self.index, (0, missing), value=-1)
+        if self.positions is None or self.offsets is None:
+            return replace(self, index=index)
+        columns = torch.arange(width - missing, width, device=index.device)
+        further = columns + self.offsets.unsqueeze(1)  # (B, missing)
+        positions = torch.cat([self.positions, further.expand(3, -1, -1)], dim=2)
+        return replace(self, index=index, positions=positions)
+
     def keys(self, input_ids: Tensor) -> Tensor:
         """(B, T) int64: the ids, and below 0 what stands for the tokens of images."""
         return torch.where(self.index < 0, input_ids, -1 - self.index)
