@@ -22,7 +22,7 @@ from dschat_ppo.features.images.tower import ImageFeatures, ImageTower, joined_f
 from dschat_ppo.models.given_embeddings import GivenPrompts
 from dschat_ppo.types import PromptBatch, Rollout, full_sequences, row_sequences
 
-_PROBE_COLUMNS = (1, 2, 3, 4)  # of a probe, that stand for an image
+_PROBE_COLUMNS = (1, 2, 3, 4, 9, 10, 11, 12)  # of a probe, that stand for two images
 _PROBE_STARTS = (1, 8)  # columns of prompts of a probe at which an image of 2 x 2 tokens begins
 _PROBE_TOKENS = 4
 
@@ -180,7 +180,7 @@ class ImageStore:
         return self.for_rows([self._record(number) for number in numbers.tolist()], input_ids)
 
     def for_probe(self, input_ids: Tensor) -> tuple[Tensor, ImageInputs]:
-        """Ids (B, T) with an image of noise, the same in all rows, and its features."""
+        """Ids (B, T) with two images of noise, the same in all rows, and their features."""
         ids = input_ids.clone()
         columns = torch.tensor(_PROBE_COLUMNS, device=ids.device)
         ids[ids == self._processor.placeholder_id] = 0
