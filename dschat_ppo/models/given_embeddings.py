@@ -55,6 +55,8 @@ class GivenSource(Protocol):
 
     # columns of token rows that, beside the ids, say what is given
     columns: tuple[str, ...]
+    # why rows cannot lie end to end, nor share their beginnings; None: they can
+    reason_not_to_pack: str | None
 
     @property
     def banned_ids(self) -> tuple[int, ...]:

@@ -133,6 +133,8 @@ def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
     if isinstance(module, PolicyModel):
         _select_fused(engine, module, ids)
     reason = reason_not_to_pack(module.backbone, module.layout.attention)
+    if reason is None and module.given_source is not None:
+        reason = module.given_source.reason_not_to_pack
     in_one_call = False
     if reason is None:
         reason, in_one_call = _select_packed(engine, module, ids)

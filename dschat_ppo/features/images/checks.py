@@ -16,7 +16,7 @@ from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.images.columns import IMAGES
 from dschat_ppo.features.images.step_data import processor_of
-from dschat_ppo.features.images.tower import sees_images
+from dschat_ppo.features.images.tower import trains_with_images
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.tokenizers import read_tokenizer
 from dschat_ppo.rewards.reward_source import is_routed_to
@@ -48,7 +48,7 @@ _WITHOUT_IMAGES = (
 
 def check_trained_model(config: StepConfig, model_config: PretrainedConfig, model: str) -> None:
     """Refuse what cannot be used with a model that sees images."""
-    if not sees_images(model_config):
+    if not trains_with_images(config, model_config):
         return
     reasons = {
         "--streaming": bool(config.value("streaming")),
@@ -94,7 +94,7 @@ def check_prompts(
             continue
         flag, _ = config.models[role]
         model_config = load_config(folder, flag)
-        if not sees_images(model_config):
+        if not trains_with_images(config, model_config):
             raise UserError(
                 f"{flag} {folder}: {type(model_config).__name__} reads text alone, but prompts have"
                 f" images; {way_out}"

@@ -87,8 +87,10 @@ class RowImages:
         """The ids with all tokens of each image in place of its placeholder. `UserError`: a text
         writes the placeholder itself, or an image cannot be decoded."""
         placeholder = self.processor.placeholder_id
-        in_answers = any(placeholder in answer for answer in ids.answers)
-        if in_answers or ids.prompt.count(placeholder) != len(items):
+        written = {placeholder, self.processor.image_id}  # which texts must not hold
+        in_answers = any(not written.isdisjoint(answer) for answer in ids.answers)
+        in_prompt = sum(map(ids.prompt.count, written))
+        if in_answers or in_prompt != len(items):
             raise UserError(
                 f"a text holds {self.processor.placeholder!r}, which stands for an image, or the"
                 f" chat template writes it another number of times than the {len(items)} images"
@@ -99,12 +101,22 @@ class RowImages:
         waiting = iter(items)
         for token_id in ids.prompt:
             begins.append(len(prompt))
-            if token_id != placeholder:
-                prompt.append(token_id)
-                continue
-            image = decoded_image(next(waiting).content(), self.most_pixels)
-            prompt += self.processor.tokens(image)
-            spans.append((begins[-1], len(prompt)))
+            is_image = token_id == placeholder
+            tokens = [token_id]
+            if is_image:
+                image = decoded_image(next(waiting).content(), self.most_pixels)
+                tokens = self.processor.tokens(image)
+            follows_image = bool(spans) and spans[-1][1] == len(prompt)
+            if prompt and (is_image or follows_image):
+                joined = self.processor.joined(prompt[-1], tokens[0])
+                if joined is not None:
+                    prompt.pop()
+                    begins[-1] -= 1
+                    tokens = joined + tokens[1:]
+            start = len(prompt)
+            prompt += tokens
+            if is_image:
+                spans.append((start, len(prompt)))
         begins.append(len(prompt))
         moved = [(begins[start], begins[end]) for start, end in ids.prompt_spans]
         return replace(ids, prompt=prompt, prompt_spans=moved, fixed_spans=spans)

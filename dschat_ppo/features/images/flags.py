@@ -34,6 +34,11 @@ class ImageFlags:
         None,
         "column of the images of a row, a path or a list of paths; not given: `image` or `images`",
     )
+    with_images: bool = flag(
+        False,
+        "train a model that is a language model of text too, such as Qwen3.5, with the images of"
+        " the rows; the other models that see images always are",
+    )
     image_folder: str | None = flag(
         None,
         "folder to which paths of images are relative, and which they may not leave; not given:"

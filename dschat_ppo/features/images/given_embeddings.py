@@ -12,7 +12,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.features.images.flags import ImageFlags
 from dschat_ppo.features.images.step_data import model_flag, processor_of
-from dschat_ppo.features.images.tower import ImageTower, load_tower, sees_images
+from dschat_ppo.features.images.tower import ImageTower, load_tower, trains_with_images
 from dschat_ppo.models.loading import DTYPES, load_config
 from dschat_ppo.models.model_folders import base_folder
 
@@ -25,7 +25,7 @@ def source_of(
 ) -> ImageStore | None:
     """The images of a run, with the tower of the model in `folder`; None if it sees none."""
     model_config = load_config(folder, model_flag(config))
-    if not sees_images(model_config):
+    if not trains_with_images(config, model_config):
         return None
     # not at the top: it imports Pillow
     from dschat_ppo.features.images.image_store import ImageStore
@@ -61,7 +61,7 @@ def sources_of_roles(
         base = base_folder(folder, "model")
         if base in store_of_folder:
             sources[role] = store_of_folder[base]
-        elif sees_images(load_config(folder, "model")):
+        elif trains_with_images(config, load_config(folder, "model")):
             tower = load_tower(base, DTYPES[config.run.dtype], device)
             sources[role] = _store_with(tower, list(store_of_folder.values()))
             store_of_folder[base] = sources[role]

@@ -54,6 +54,12 @@ class ImageStore:
         self._lock = Lock()
         self._prompts = list[Dataset]()  # data sets of prompts, in the order of their numbers
         self.tower_calls = 0
+        self.reason_not_to_pack: str | None = None
+        if tower.family.both_ways:
+            self.reason_not_to_pack = (
+                "the tokens of an image see each other both ways, for which packed rows and shared"
+                " prompts have no mask"
+            )
 
     @property
     def tower(self) -> ImageTower:
@@ -94,7 +100,7 @@ class ImageStore:
                 begins[references] = tokens
                 tokens += len(distinct[references].features.states)
             row_features = distinct[references]
-            is_image = _image_tokens(input_ids[row], record, self._processor.placeholder_id)
+            is_image = _image_tokens(input_ids[row], record, self._processor.image_id)
             count = len(row_features.features.states)
             if int(is_image.sum()) != count:
                 name = ImageFile.of(references[0]).path
@@ -108,9 +114,9 @@ class ImageStore:
                 positions[:, row] = axes
                 offsets[row] = axes[0, -1] + 1 - len(columns)  # all columns after the images agree
         joined = joined_features([row_features.features for row_features in distinct.values()])
-        inputs = ImageInputs(joined, index)
-        if self._tower.has_axes:
-            inputs = ImageInputs(joined, index, positions, offsets)
+        inputs = ImageInputs(joined, index, family=self._tower.family)
+        if self._tower.family.has_axes:
+            inputs = replace(inputs, positions=positions, offsets=offsets)
         return inputs.to(self._tower.device)
 
     def number_prompts(self, prompts: Dataset) -> None:
@@ -183,17 +189,18 @@ class ImageStore:
         """Ids (B, T) with two images of noise, the same in all rows, and their features."""
         ids = input_ids.clone()
         columns = torch.tensor(_PROBE_COLUMNS, device=ids.device)
-        ids[ids == self._processor.placeholder_id] = 0
-        ids[:, columns] = self._processor.placeholder_id
+        ids[ids == self._processor.image_id] = 0
+        ids[:, columns] = self._processor.image_id
         index = torch.full_like(ids, -1)
         index[:, columns] = torch.arange(len(columns), device=ids.device)
         features = self._tower.noise(len(columns))
         positions = None
-        if self._tower.has_axes:
+        if self._tower.family.has_axes:
             slots = torch.arange(ids.shape[1], device=ids.device)
             positions = slots.expand(3, *ids.shape).clone()
             positions[1, :, columns] += 1  # of the axes, two go through an image as through a text
-        return ids, ImageInputs(features, index, positions).to(ids.device)
+        inputs = ImageInputs(features, index, positions, family=self._tower.family)
+        return ids, inputs.to(ids.device)
 
     def for_probe_prompts(self, prompts: PromptBatch) -> tuple[PromptBatch, GivenPrompts]:
         """Prompts (B, P) with two images of noise, of 2 x 2 tokens, where they are long enough;
@@ -212,8 +219,8 @@ class ImageStore:
             positions[:, has_image, end:] -= 2  # an image of two rows takes two positions
             offsets[has_image] -= 2
         features = self._tower.noise(_PROBE_TOKENS * len(_PROBE_STARTS))
-        inputs = ImageInputs(features, index).to(lengths.device)
-        if self._tower.has_axes:
+        inputs = ImageInputs(features, index, family=self._tower.family).to(lengths.device)
+        if self._tower.family.has_axes:
             inputs = replace(inputs, positions=positions, offsets=offsets)
 
         def given(indices: Sequence[int], width: int) -> ImageInputs:
@@ -264,9 +271,9 @@ class ImageStore:
             self._kept_bytes -= dropped.features.bytes
 
 
-def _image_tokens(ids: Tensor, record: Mapping[str, Any], placeholder: int) -> Tensor:
-    """(T,) bool, True on the tokens of images: placeholders within the spans of the row."""
+def _image_tokens(ids: Tensor, record: Mapping[str, Any], image_id: int) -> Tensor:
+    """(T,) bool, True on the tokens of images, `image_id` within the spans of the row."""
     is_image = torch.zeros_like(ids, dtype=torch.bool)
     for start, end in record[SPANS]:
-        is_image[start:end] = ids[start:end] == placeholder
+        is_image[start:end] = ids[start:end] == image_id
     return is_image

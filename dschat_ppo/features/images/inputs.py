@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from dschat_ppo.features.images.tower import ImageFeatures
+from dschat_ppo.features.images.tower import Family, ImageFeatures
 
 
 @dataclass
@@ -30,6 +30,7 @@ class ImageInputs:
     positions: Tensor | None = None
     # (B,) int64, what a token after the images adds to its column; None: the positions are columns
     offsets: Tensor | None = None
+    family: Family = Family()
 
     def to(self, device: torch.device | str) -> ImageInputs:
         """The same on another device."""
@@ -80,9 +81,14 @@ class ImageInputs:
         if self.positions is not None:
             arguments["position_ids"] = self.positions.flatten(1)[:, slots]
         chosen = self.index.flatten()[slots]
+        if self.family.both_ways:
+            arguments["token_type_ids"] = (chosen >= 0).long()
         chosen = chosen[chosen >= 0]  # in the order in which the model finds their ids
         if len(chosen):
             deepstack = [[layer[chosen]] for layer in self.features.deepstack]
-            output = _EncoderOutput([self.features.states[chosen]], deepstack or None)
+            states: Any = self.features.states[chosen]
+            if not self.family.in_one:
+                states = [states]
+            output = _EncoderOutput(states, deepstack or None)
             arguments["mm_encoder_outputs"] = {"image": output}
         return arguments

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from transformers import (
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoModelForImageTextToText,
-    PretrainedConfig,
-)
+from functools import partial
+
+from transformers import AutoModelForImageTextToText, PretrainedConfig
 
 from dschat_ppo.config.step_config import StepConfig
-from dschat_ppo.features.images.tower import FAMILIES, sees_images, take_out_tower
+from dschat_ppo.config.supervised_config import FitConfig
+from dschat_ppo.features.images.tower import reason_not_supported, sees_images, take_out_tower
 from dschat_ppo.models.lm_kinds import LMKind
 
 OF_IMAGES = LMKind(sees_images, AutoModelForImageTextToText, take_out_tower)
+# with those that are language models of text too
+OF_IMAGES_OR_TEXT = LMKind(
+    partial(sees_images, is_asked=True), AutoModelForImageTextToText, take_out_tower
+)
 
 
 def kinds_of(config: StepConfig) -> tuple[LMKind, ...]:
-    """The kind of these models, in all steps."""
+    """The kind of these models. Step 3 trains those that are language models of text too on
+    text."""
+    if isinstance(config, FitConfig) and config.value("with_images"):
+        return (OF_IMAGES_OR_TEXT,)
     return (OF_IMAGES,)
 
 
@@ -29,7 +35,4 @@ def reason_unusable(config: PretrainedConfig) -> str | None:
             f"{name} sees images: the steps train such models, but the tools that generate or score"
             " take models of text"
         )
-    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        families = ", ".join(FAMILIES)
-        return f"{name} sees images in a way that is not supported; supported are {families}"
-    return None
+    return reason_not_supported(config)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
+from dschat_ppo.common.extras import is_installed
 from dschat_ppo.errors import UserError, reading
 
 if TYPE_CHECKING:
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 MOST_PIXELS = 1024 * 1024  # of an image as Qwen's models see it, unless a flag says otherwise
 # settings of configurations that name the ids of placeholders
 _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
-_OF_QWEN = ("qwen2_5_vl", "qwen3_vl")
+_OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+_NEED_TORCHVISION = ("lfm2_vl",)
+_OF_QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,17 @@ class ImageProcessor:
     tokenizer: PreTrainedTokenizerBase
     options: dict[str, Any]  # those that the flags change
     _tokens_of_size: dict[tuple[int, int], list[int]] = field(default_factory=dict, repr=False)
+    _joined: dict[tuple[int, int], list[int] | None] = field(default_factory=dict, repr=False)
 
     @cached_property
     def _of_images(self) -> Any:
         """transformers' processor of images alone."""
+        backend = "pil"
+        if self.config.model_type in _NEED_TORCHVISION:
+            backend = "torchvision"
         with reading(f"{self.folder}: its processor of images cannot be loaded"):
             processor: Any = AutoImageProcessor.from_pretrained(
-                self.folder, backend="pil", trust_remote_code=False
+                self.folder, backend=backend, trust_remote_code=False
             )
         for name in self.options:
             if not hasattr(processor, name):
@@ -82,14 +89,31 @@ class ImageProcessor:
                 image_processor=self._of_images, tokenizer=deepcopy(self.tokenizer), **arguments
             )
 
+    def refuse_fixed_options(self) -> None:
+        """Refuse settings of the flags that the processor of the family overrides in every call."""
+        if not self.options:
+            return
+        fixed = getattr(self._of_texts, "images_kwargs", {})
+        for name in self.options.keys() & fixed.keys():
+            raise UserError(
+                f"--image_options {name}: the processor of {type(self.config).__name__} sets it to"
+                f" {fixed[name]} in every call; omit it"
+            )
+
     @property
     def placeholder(self) -> str:
         """The text by which a chat template writes an image."""
         return str(self._of_texts.image_token)
 
-    @property
+    @cached_property
     def placeholder_id(self) -> int:
-        """The id of the tokens of an image in the prompt."""
+        """The id of the placeholder, which most families have for the tokens of the image too."""
+        token_id: Any = self.tokenizer.convert_tokens_to_ids(self.placeholder)
+        return int(token_id)
+
+    @property
+    def image_id(self) -> int:
+        """The id of the tokens of an image that the tower gives features for."""
         return int(self.config.image_token_id)
 
     @property
@@ -115,10 +139,29 @@ class ImageProcessor:
             self._tokens_of_size[image.size] = list(encoded["input_ids"][0])
         return self._tokens_of_size[image.size]
 
+    def joined(self, left: int, right: int) -> list[int] | None:
+        """The ids of two neighbours, one of them of an image, as the tokenizer writes them: of line
+        breaks that meet it makes one token. None: they stay as they are."""
+        pair = (left, right)
+        if pair not in self._joined:
+            self._joined[pair] = None
+            # each by itself: some tokenizers write a space between two
+            text = f"{self.tokenizer.decode([left])}{self.tokenizer.decode([right])}"
+            if text and not text.strip("\n"):
+                self._joined[pair] = self.tokenizer.encode(text, add_special_tokens=False)
+        return self._joined[pair]
+
     def pixels(self, images: Sequence[Image]) -> dict[str, Tensor]:
         """What the tower takes of the images of one row, in order."""
-        encoded = self._of_images(list(images), return_tensors="pt")
-        return {name: value for name, value in encoded.items() if isinstance(value, Tensor)}
+        # by the processor of the family, which has settings of its own for that of images
+        encoded = self._of_texts(
+            text=[self.placeholder * len(images)], images=[list(images)], return_tensors="pt"
+        )
+        pixels = dict[str, Tensor]()
+        for name, value in encoded.items():
+            if isinstance(value, Tensor) and name not in _OF_TOKENS:
+                pixels[name] = value
+        return pixels
 
     def save_settings(self, folder: Path) -> None:
         """Write the processor's files of the model, with the settings of the flags."""
@@ -164,6 +207,11 @@ def load_processor(
         options: `--image_options`.
         max_pixels: `--image_max_pixels`.
     """
+    if config.model_type in _NEED_TORCHVISION and not is_installed("torchvision"):
+        raise UserError(
+            f"{folder}: the processor of images of {type(config).__name__} needs torchvision, which"
+            " is not installed; install the one of your torch release"
+        )
     if not any(Path(folder).glob("*processor*_config.json")):
         raise UserError(
             f"{folder}: has no processor of images (preprocessor_config.json); copy it from the"
@@ -171,6 +219,7 @@ def load_processor(
         )
     settings = dict(options)
     processor = ImageProcessor(config, folder, tokenizer, settings)
+    processor.refuse_fixed_options()
     if config.model_type in _OF_QWEN:
         if "size" not in settings:
             settings["size"] = _size_within(processor, max_pixels)

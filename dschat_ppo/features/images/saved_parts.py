@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.features.images.step_data import processor_of
-from dschat_ppo.features.images.tower import load_tower, sees_images
+from dschat_ppo.features.images.tower import load_tower, trains_with_images
 from dschat_ppo.models.model_folders import SCORE
 from dschat_ppo.models.saving import SavedBeside
 from dschat_ppo.models.tokenizers import read_tokenizer
@@ -77,7 +77,11 @@ or export the run with `dschat-export`, for a folder that holds the whole model.
 
 def beside_of(config: StepConfig) -> SavedBeside:
     """What is written beside the decoder of a model that sees images."""
-    return SavedBeside(_tower_weights, partial(_write_processor, config), _usage_with_images)
+    return SavedBeside(
+        partial(_tower_weights, config),
+        partial(_write_processor, config),
+        partial(_usage_with_images, config),
+    )
 
 
 def _start_folder(model: PreTrainedModel) -> str:
@@ -85,9 +89,9 @@ def _start_folder(model: PreTrainedModel) -> str:
     return str(model.name_or_path)
 
 
-def _tower_weights(model: PreTrainedModel) -> Mapping[str, Tensor]:
+def _tower_weights(config: StepConfig, model: PreTrainedModel) -> Mapping[str, Tensor]:
     """The weights of the tower, from the folder that the model was loaded from."""
-    if not sees_images(model.config):
+    if not trains_with_images(config, model.config):
         return {}
     dtype: Any = model.config.dtype  # that of the weights that are written
     return load_tower(_start_folder(model), dtype, torch.device("cpu")).weights()
@@ -95,16 +99,16 @@ def _tower_weights(model: PreTrainedModel) -> Mapping[str, Tensor]:
 
 def _write_processor(config: StepConfig, model: PreTrainedModel, folder: Path) -> None:
     """Write the files of the processor, with the settings of the flags."""
-    if not sees_images(model.config):
+    if not trains_with_images(config, model.config):
         return
     source = _start_folder(model)
     tokenizer = read_tokenizer(source, "model")
     processor_of(config, model.config, source, tokenizer).save_settings(folder)
 
 
-def _usage_with_images(model: PreTrainedModel, is_adapter: bool) -> str | None:
+def _usage_with_images(config: StepConfig, model: PreTrainedModel, is_adapter: bool) -> str | None:
     """How to use a model that sees images."""
-    if not sees_images(model.config):
+    if not trains_with_images(config, model.config):
         return None
     if hasattr(model, SCORE):
         if is_adapter:

@@ -12,11 +12,16 @@ from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.config.step_config import StepConfig
+from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.data.content_marks import mark_of
 from dschat_ppo.data.templates import render
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.features.images.flags import ImageFlags
-from dschat_ppo.features.images.tower import sees_images
+from dschat_ppo.features.images.tower import (
+    FAMILIES,
+    reason_not_supported,
+    trains_with_images,
+)
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.model_folders import base_folder
 
@@ -40,13 +45,8 @@ def read_by_model(
     those of text alone, unless --apply_chat_template says otherwise."""
     model = model_flag(config)
     model_config = load_config(folder, model)
-    flags = config.of(ImageFlags)
-    if not sees_images(model_config):
-        if flags.image_column is not None:
-            raise UserError(
-                f"--image_column {flags.image_column}: {model} {folder}"
-                f" ({type(model_config).__name__}) sees no images; omit it, or take another model"
-            )
+    if not trains_with_images(config, model_config):
+        _refuse_flags_of_images(config, model_config, f"{model} {folder}")
         return data
     require_extra("PIL", f"{model} {folder} sees images, and")
     if model_config.model_type == "smolvlm":
@@ -58,6 +58,26 @@ def read_by_model(
         logger().info("data: the model sees images, so prompts that are text become chat messages")
         data_flags = replace(data_flags, apply_chat_template=True)
     return replace(data, flags=data_flags, content=content)
+
+
+def _refuse_flags_of_images(config: StepConfig, model_config: PretrainedConfig, model: str) -> None:
+    """Refuse flags of images for a `model`, its flag and folder, that is trained on text."""
+    flags = config.of(ImageFlags)
+    name = type(model_config).__name__
+    way_out = f"{name} sees no images; omit it, or take another model"
+    if model_config.model_type in FAMILIES:
+        way_out = f"step 3 trains {name} on text so far; omit it"
+        if isinstance(config, FitConfig):
+            way_out = "add --with_images True"
+            logger().info(
+                f"data: {name} sees images too, but is trained on text; --with_images True trains"
+                " it on both"
+            )
+    asked = {"--image_column": flags.image_column, "--with_images": flags.with_images or None}
+    for flag, value in asked.items():
+        if value is not None:
+            reason = reason_not_supported(model_config) or way_out
+            raise UserError(f"{flag} {value}: {model}: {reason}")
 
 
 def images_of_rows(

@@ -15,12 +15,36 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
+from dschat_ppo.config.step_config import StepConfig
+from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.model_folders import base_folder
 
-# model types, and whether positions have three axes (time, height, width)
-FAMILIES = {"idefics3": False, "smolvlm": False, "qwen2_5_vl": True, "qwen3_vl": True}
+
+@dataclass(frozen=True)
+class Family:
+    """What sets a family of models apart."""
+
+    has_axes: bool = False  # positions have three axes: time, height, width
+    in_one: bool = False  # the decoder takes features as one tensor, not as one for each image
+    both_ways: bool = False  # the tokens of an image see each other, also later ones
+    # transformers has a language model of text for it too, which a run trains unless a flag asks
+    # for the images
+    is_text_too: bool = False
+
+
+FAMILIES = {  # by model type
+    "idefics3": Family(),
+    "smolvlm": Family(),
+    "qwen2_5_vl": Family(has_axes=True),
+    "qwen3_vl": Family(has_axes=True),
+    "qwen3_5": Family(has_axes=True, is_text_too=True),
+    "llava": Family(),
+    "internvl": Family(in_one=True),
+    "gemma3": Family(in_one=True, both_ways=True, is_text_too=True),
+    "lfm2_vl": Family(),
+}
 _FEW_TOKENS = 8  # rows of the embedding of a decoder that is built for its name alone
 
 
@@ -45,9 +69,29 @@ def joined_features(features: Sequence[ImageFeatures]) -> ImageFeatures:
     return ImageFeatures(states, tuple(torch.cat(layer) for layer in layers))
 
 
-def sees_images(config: PretrainedConfig) -> bool:
-    """Whether a model of this configuration is of a family whose images can be used."""
-    return config.model_type in FAMILIES
+def sees_images(config: PretrainedConfig, is_asked: bool = False) -> bool:
+    """Whether a model of this configuration is used with images: it is of one of the families, and
+    a flag asks for the images (`is_asked`) if it is a language model of text too."""
+    family = FAMILIES.get(config.model_type)
+    return family is not None and (is_asked or not family.is_text_too)
+
+
+def trains_with_images(config: StepConfig, model_config: PretrainedConfig) -> bool:
+    """Whether a run with these flags trains a model of `model_config` with images. Step 3 trains
+    those that are language models of text too on text."""
+    is_asked = isinstance(config, FitConfig) and bool(config.value("with_images"))
+    return sees_images(model_config, is_asked)
+
+
+def reason_not_supported(config: PretrainedConfig) -> str | None:
+    """Why a model is of none of the families, although it sees images; None for other models."""
+    images_too: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if config.model_type in FAMILIES or type(config) not in images_too:
+        return None
+    return (
+        f"{type(config).__name__} sees images in a way that is not supported; supported are"
+        f" {', '.join(FAMILIES)}"
+    )
 
 
 def take_out_tower(model: PreTrainedModel) -> None:
@@ -63,9 +107,9 @@ def take_out_tower(model: PreTrainedModel) -> None:
 class ImageTower:
     """The tower and the projector of a model, in eval mode and without gradients."""
 
-    def __init__(self, model: Any, has_axes: bool):
+    def __init__(self, model: Any, family: Family):
         self._model = model  # the model without its head, whose decoder is None
-        self._has_axes = has_axes
+        self.family = family
         self._arguments = inspect.signature(model.get_image_features).parameters
 
     @property
@@ -94,11 +138,6 @@ class ImageTower:
         states, *deepstack = torch.randn(1 + layers, tokens, width, generator=generator)
         return ImageFeatures(states, tuple(deepstack))
 
-    @property
-    def has_axes(self) -> bool:
-        """Whether positions have three axes."""
-        return self._has_axes
-
     @torch.no_grad()
     def features(self, pixels: Mapping[str, Tensor]) -> ImageFeatures:
         """What the decoder gets of the images of one row. `pixels`: of the family's processor, all
@@ -106,7 +145,9 @@ class ImageTower:
         inputs = {}
         for name, value in pixels.items():
             if name in self._arguments:
-                inputs[name] = value.to(self.device)
+                # some families do not give pixels the number format of their weights
+                dtype = self._model.dtype if value.is_floating_point() else value.dtype
+                inputs[name] = value.to(self.device, dtype)
         output = self._model.get_image_features(**inputs, return_dict=True)
         layers = getattr(output, "deepstack_features", None) or ()
         return ImageFeatures(_in_one(output.pooler_output), tuple(map(_in_one, layers)))
@@ -122,7 +163,7 @@ class ImageTower:
             is_image: (T,) bool, True on the tokens of images.
             pixels: of the images of the row.
         """
-        if not self._has_axes:
+        if not self.family.has_axes:
             return None
         axes, _ = self._model.get_rope_index(
             input_ids=ids.unsqueeze(0),
@@ -151,7 +192,6 @@ def load_tower(folder: str, dtype: torch.dtype, device: torch.device) -> ImageTo
     """
     base = base_folder(folder, "model")
     config = load_config(base, "model")
-    has_axes = FAMILIES[config.model_type]
     small = deepcopy(config)
     text = small.get_text_config()
     text.num_hidden_layers = 1
@@ -173,7 +213,7 @@ def load_tower(folder: str, dtype: torch.dtype, device: torch.device) -> ImageTo
     _remove_decoder(inner)
     inner.requires_grad_(False)
     inner.eval().to(device)
-    return ImageTower(inner, has_axes)
+    return ImageTower(inner, FAMILIES[config.model_type])
 
 
 def _remove_decoder(inner: nn.Module) -> None:

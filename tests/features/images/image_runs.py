@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_vlms import noise
+from tiny_vlms import ASKED, noise
 from torch import Tensor
 
 from dschat_ppo.config.cli import parse
@@ -38,6 +38,8 @@ def flags(vlm: Path, data: Path, *further: str) -> list[str]:
     words = ["--model_name_or_path", str(vlm), "--data_path", str(data), "--dtype", "fp32"]
     words += ["--data_output_path", str(data.parent / "cache"), "--data_split", "1,0,0"]
     words += ["--output_dir", str(data.parent / "out"), "--max_seq_len", "256"]
+    if json.loads((Path(vlm) / "config.json").read_text())["model_type"] in ASKED:
+        words += ["--with_images", "True"]
     return words + ["--eval_fraction", "0", *further]
 
 
@@ -51,7 +53,9 @@ def alone_inputs(row: dict[str, Any], processor: Any, side: int = 0) -> dict[str
         images = [decoded_image(file.content(), 10**6) for file in files]
         inputs |= processor.pixels(images)
         if "image_grid_thw" in inputs:
-            inputs["mm_token_type_ids"] = (ids == processor.placeholder_id).int()
+            inputs["mm_token_type_ids"] = (ids == processor.image_id).int()
+        if processor.config.model_type == "gemma3":
+            inputs["token_type_ids"] = (ids == processor.image_id).int()
     return inputs
 
 

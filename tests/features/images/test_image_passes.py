@@ -6,10 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 from features.images.image_runs import alone_inputs, prepared, write_pictures, write_rows
-from tiny_vlms import FAMILIES, plain_logprobs, save_tiny_vlm
+from features.images.lfm2_by_hand import by_hand
+from tiny_vlms import FAMILIES, save_tiny_vlm
 from transformers import AutoModelForImageTextToText
 
 from dschat_ppo.data.batches import collate_sft
+from dschat_ppo.features.images import processors
 from dschat_ppo.features.images.given_embeddings import source_of
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.loading import changes_to_train, load_causal_lm
@@ -31,59 +33,69 @@ ROWS = [
 ]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, "lfm2_vl"])
 def trained(request, tmp_path_factory):
-    """(a policy without its tower, a batch of `ROWS`, the whole model, the inputs of each row)."""
-    folder = tmp_path_factory.mktemp(request.param)
-    vlm = save_tiny_vlm(folder / "vlm", request.param)
+    """(a policy without its tower, a batch of `ROWS`, log-probs and gradients by transformers)."""
+    family = request.param
+    folder = tmp_path_factory.mktemp(family)
+    vlm = save_tiny_vlm(folder / "vlm", family)
     write_pictures(folder)
-    rows, config, tokenizer = prepared(vlm, write_rows(folder, ROWS))
-    device = torch.device("cpu")
-    policy = PolicyModel(load_causal_lm(str(vlm), "fp32", None, changes_to_train(config)))
-    policy.given_source = source_of(config, str(vlm), tokenizer, device)
+    with pytest.MonkeyPatch.context() as patch:
+        if family == "lfm2_vl":
+            patch.setattr(processors, "load_processor", by_hand)
+        rows, config, tokenizer = prepared(vlm, write_rows(folder, ROWS))
+        policy = PolicyModel(load_causal_lm(str(vlm), "fp32", None, changes_to_train(config)))
+        policy.given_source = source_of(config, str(vlm), tokenizer, torch.device("cpu"))
     order = sorted(range(len(rows)), key=lambda index: rows[index]["answers"][0])
     pad_id = tokenizer.pad_token_id
     batch = collate_sft(rows, order, pad_id, False, policy.given_source.for_rows)
-    whole = AutoModelForImageTextToText.from_pretrained(vlm).eval()
     processor = policy.given_source._processor
     alone = [alone_inputs(rows[index], processor) for index in order]
-    return policy, batch, whole, alone
+    whole = AutoModelForImageTextToText.from_pretrained(vlm).eval()
+    return policy, batch, *each_row_alone(whole, batch.loss_mask, alone)
+
+
+def each_row_alone(whole, masks, alone):
+    """Log-probs of the targets, and the gradients of their sum by the names of the weights, by
+    transformers' own pass over each row."""
+    logprobs = []
+    for mask, inputs in zip(masks, alone, strict=True):
+        logits = whole(**inputs).logits[0, :-1]
+        of_row = logits.log_softmax(-1).gather(1, inputs["input_ids"][0, 1:, None])[:, 0]
+        logprobs.append(of_row[mask[1 : len(of_row) + 1]])
+        logprobs[-1].sum().backward()
+    gradients = {name: weight.grad for name, weight in whole.named_parameters()}
+    return torch.cat(logprobs).detach(), gradients
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_log_probs_are_those_of_each_row_alone(trained, way):
-    policy, batch, whole, alone = trained
-    policy.layout = replace(policy.layout, **WAYS[way])
-    expected = []
-    for mask, inputs in zip(batch.loss_mask, alone, strict=True):
-        of_row = plain_logprobs(whole, inputs)
-        expected.append(of_row[mask[1 : len(of_row) + 1]])
-    with torch.no_grad():
-        logprobs = policy(batch.input_ids, batch.loss_mask, given=batch.given)[0]
-    torch.testing.assert_close(logprobs, torch.cat(expected), atol=1e-5, rtol=1e-5)
-    # the pictures matter: the third row has the ids of the first one
-    assert not torch.allclose(batch.given.features.states[0], batch.given.features.states[-1])
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_those_of_each_row_alone(trained, way):
-    policy, batch, whole, alone = trained
+    """And gradients."""
+    policy, batch, expected, gradients = trained
+    if WAYS[way]["packed"] and policy.given_source.reason_not_to_pack is not None:
+        pytest.skip("it runs padded rows alone")
     policy.layout = replace(policy.layout, **WAYS[way])
     policy.zero_grad()
-    policy(batch.input_ids, batch.loss_mask, given=batch.given)[0].sum().backward()
-    whole.zero_grad()
-    for mask, inputs in zip(batch.loss_mask, alone, strict=True):
-        logits = whole(**inputs).logits[0, :-1]
-        logprobs = logits.log_softmax(-1).gather(1, inputs["input_ids"][0, 1:, None])[:, 0]
-        logprobs[mask[1 : len(logprobs) + 1]].sum().backward()
-    gradients = dict(whole.named_parameters())
+    logprobs = policy(batch.input_ids, batch.loss_mask, given=batch.given)[0]
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+    # the pictures matter: the third row has the ids of the first one
+    assert not torch.allclose(batch.given.features.states[0], batch.given.features.states[-1])
+    logprobs.sum().backward()
+    has_chunks = policy.lm.config.model_type == "qwen3_5"  # of tokens, by which its states are sums
     for name, parameter in policy.lm.named_parameters():
-        expected = gradients[name].grad
-        torch.testing.assert_close(parameter.grad, expected, atol=2e-5, rtol=1e-4, msg=name)
+        if has_chunks:
+            error = (parameter.grad - gradients[name]).norm() / gradients[name].norm()
+            assert error < 3e-4, name
+        else:
+            torch.testing.assert_close(
+                parameter.grad, gradients[name], atol=2e-5, rtol=1e-4, msg=name
+            )
 
 
 def test_a_probe_with_an_image_selects_packed_rows_with_shared_prompts(trained):
     policy, batch, *_ = trained
+    if policy.given_source.reason_not_to_pack is not None:
+        pytest.skip("it runs padded rows alone")
     seen = []
     hook = policy.backbone.register_forward_pre_hook(
         lambda backbone, args, kwargs: seen.append(kwargs.get("mm_encoder_outputs")),
@@ -93,6 +105,23 @@ def test_a_probe_with_an_image_selects_packed_rows_with_shared_prompts(trained):
     hook.remove()
     assert policy.layout.packed and policy.layout.shares
     assert seen and all(seen)
+
+
+def test_rows_of_gemma_stay_padded(trained, caplog):
+    """Whose probe has an image too. With packed rows, the numbers of rows with images are others,
+    since an image's tokens do not see its later ones."""
+    policy, batch, expected, _ = trained
+    if policy.lm.config.model_type != "gemma3":
+        pytest.skip("of another family")
+    with caplog.at_level("INFO"):
+        reason = select_kernels(policy)
+    assert reason is not None and "see each other both ways" in reason
+    assert reason in caplog.text
+    assert not policy.layout.packed and not policy.layout.shares
+    policy.layout = replace(policy.layout, **WAYS["packed"])
+    with torch.no_grad():
+        packed = policy(batch.input_ids, batch.loss_mask, given=batch.given)[0]
+    assert (packed - expected).abs().max() > 1e-3
 
 
 def test_prompts_with_the_same_ids_and_other_pictures_are_not_merged(trained):

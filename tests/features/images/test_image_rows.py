@@ -112,14 +112,16 @@ def test_a_column_of_images_beside_every_form(vlms, pictures, row):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_ids_are_those_of_the_processor_of_the_family(vlms, pictures, family):
-    row = talk({"type": "image", "image": "b.png"}, TEXT, {"type": "image", "image": "c.png"}, TEXT)
+    names = ("b.png", "c.png", "a.png")
+    first, *neighbours = [{"type": "image", "image": name} for name in names]
+    row = talk(first, TEXT, *neighbours, TEXT)
     [token_row], _, tokenizer = prepared(vlms[family], write_rows(pictures, [row]))
     config = load_config(str(vlms[family]), "model")
     processor = load_processor(config, str(vlms[family]), tokenizer, {}, None)
     text = tokenizer.apply_chat_template(
         row["messages"][:1], tokenize=False, add_generation_prompt=True
     )
-    images = [Image.open(pictures / name).convert("RGB") for name in ("b.png", "c.png")]
+    images = [Image.open(pictures / name).convert("RGB") for name in names]
     encoded = processor._of_texts(text=[text], images=[images], add_special_tokens=False)
     assert token_row["prompt_ids"] == list(encoded["input_ids"][0])
 
