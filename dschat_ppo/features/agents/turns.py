@@ -52,6 +52,9 @@ from dschat_ppo.rollout.partners import ContinuedSequence, EndedCall, OpenedSequ
 from dschat_ppo.types import FinishReason
 
 WAIT_SECONDS = 1.0
+# How long an engine without a call lets calls come, if at most such a gap is between two.
+GATHER_SECONDS = 0.2
+GAP_SECONDS = 0.03
 COUNTED = (
     "untrained_calls",
     "refused_calls",
@@ -196,25 +199,37 @@ class AgentTurns:
         return all(self.episodes[index].waiting for index in self.agents.running)
 
     def observed(self, wait: bool) -> list[ContinuedSequence]:
-        """Hear what the agents ask, and which have ended; the calls of sequences that go on."""
-        seconds = 0.0
-        if wait and not (self._opened or self._continued or self._closed):
-            seconds = WAIT_SECONDS
-        began = time.monotonic()
+        """Hear what the agents ask, and which have ended; the calls of sequences that go on. An
+        engine without a call begins with those that come one right after another: a step with many
+        takes little longer than one with a single call."""
         self.front.flush()
-        results = self.agents.poll(seconds)
-        if results or self.agents.running:
-            seconds = 0.0  # else only the front can say something
-        for event in self.front.poll(seconds):
-            self._hear(event)
+        began = time.monotonic()
+        if wait and not (self._opened or self._continued or self._closed):
+            self._hear_agents(WAIT_SECONDS)
+            last = time.monotonic() + GATHER_SECONDS
+            while not self.all_wait and time.monotonic() < last:
+                if not self._hear_agents(GAP_SECONDS):
+                    break
+        else:
+            self._hear_agents(0.0)
         if wait:
             self.idle_seconds += time.monotonic() - began
-        for index, result in results:
-            self._end_agent(index, result)
         self.front.flush()
         continued = self._continued
         self._continued = []
         return continued
+
+    def _hear_agents(self, seconds: float) -> bool:
+        """Hear what has happened, or wait for it up to `seconds`. Whether there was anything."""
+        results = self.agents.poll(seconds)
+        if results or self.agents.running:
+            seconds = 0.0  # else only the front can say something
+        events = self.front.poll(seconds)
+        for event in events:
+            self._hear(event)
+        for index, result in results:
+            self._end_agent(index, result)
+        return bool(results or events)
 
     def opened(self) -> list[OpenedSequence]:
         """The sequences that begin."""
