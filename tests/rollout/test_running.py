@@ -91,7 +91,7 @@ class World:
         self.engine.run()
         assert self.buffers.response_lengths[:-1].tolist() == self.answers.tolist()
 
-    def forward(self, ids, positions, cache) -> torch.Tensor:
+    def forward(self, ids, positions, cache, given=None) -> torch.Tensor:
         metadata, running = self.engine.attention.metadata, self.engine.running
         if isinstance(metadata, PrefillMetadata):
             self.passes += 1
