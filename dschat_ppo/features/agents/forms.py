@@ -65,23 +65,15 @@ class AgentResult:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """Where an agent finds the model."""
-
-    base_url: str
-    api_key: str
-    model: str
-
-    def set_variables(self) -> None:
-        """Let clients in this process, and in those that it starts, find this model, in place of an
-        account, and without a proxy."""
-        os.environ["OPENAI_BASE_URL"] = self.base_url
-        os.environ["OPENAI_API_KEY"] = self.api_key
-        os.environ["OPENAI_MODEL"] = self.model
-        for name in ("no_proxy", "NO_PROXY"):
-            hosts = os.environ.get(name, "")
-            os.environ[name] = ",".join(filter(None, [hosts, "127.0.0.1"]))
+def set_variables(base_url: str, api_key: str, model: str) -> None:
+    """Let clients in this process, and in those that it starts, find this model, in place of an
+    account, and without a proxy."""
+    os.environ["OPENAI_BASE_URL"] = base_url
+    os.environ["OPENAI_API_KEY"] = api_key
+    os.environ["OPENAI_MODEL"] = model
+    for name in ("no_proxy", "NO_PROXY"):
+        hosts = os.environ.get(name, "")
+        os.environ[name] = ",".join(filter(None, [hosts, "127.0.0.1"]))
 
 
 def form_of_agent(function: str | None = None, command: str | None = None) -> EnvironmentForm:
@@ -120,7 +112,7 @@ class _FunctionAgent:
 
     def play(self, row: Row, seed: int, base_url: str, api_key: str, model: str) -> AgentResult:
         """Play one episode."""
-        Endpoint(base_url, api_key, model).set_variables()
+        set_variables(base_url, api_key, model)
         known = {
             **row,
             "base_url": base_url,
@@ -202,7 +194,7 @@ class _ProgramAgent:
 
     def play(self, row: Row, seed: int, base_url: str, api_key: str, model: str) -> AgentResult:
         """Play one episode."""
-        Endpoint(base_url, api_key, model).set_variables()
+        set_variables(base_url, api_key, model)
         with tempfile.TemporaryDirectory(prefix="dschat_agent_") as folder:
             result = Path(folder, "result.json")
             output = Path(folder, "output")

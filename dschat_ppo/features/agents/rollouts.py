@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -121,7 +121,7 @@ class AgentRollouts:
         self._tools = dict[int, list[Any]]()
         self._last_tools = dict[int, list[Any]]()
         self._count = 0  # episodes so far
-        self._told = set[str]()  # settings of requests that were said to be replaced
+        self._told = set[str]()  # what was said once
         self._has_counted = False  # the failures of the first rollout
 
     def play(self, generate: Generate, task: RolloutTask) -> Rollout:
@@ -156,7 +156,9 @@ class AgentRollouts:
             self.journal.sync()
             self.journal.raise_problem()
         episodes = [episode for episode in known if episode is not None]
-        self._tell(episodes, turns.replaced)
+        self._tell_failures(episodes)
+        if dist.is_main():
+            self._tell_once(turns)
         self._end_if_all_failed(episodes, task.cancelled())
         if task.purpose == "sampled" and not task.cancelled():
             self._metrics += [_episode_metrics(episode) for episode in episodes]
@@ -281,10 +283,8 @@ class AgentRollouts:
         tools = [self._tools.get(episode_id, []) for episode_id in ids]
         return episode_texts(self.tokenizer, rollout, tools)
 
-    def _tell(
-        self, episodes: Sequence[PlayedEpisode], replaced: Mapping[str, tuple[Any, Any]]
-    ) -> None:
-        """Print why agents failed, and, once in a run, which settings of requests were replaced."""
+    def _tell_failures(self, episodes: Sequence[PlayedEpisode]) -> None:
+        """Print why agents failed."""
         causes: defaultdict[str, list[int]] = defaultdict(list)
         for row, episode in enumerate(episodes):
             if episode.problem:
@@ -294,13 +294,27 @@ class AgentRollouts:
                 f"warning: rank {dist.rank()}: {len(rows)} of {len(episodes)} agents"
                 f" ({self.flags.as_written}) failed (row {rows[0]} first): {cause}"
             )
-        for name, (asked, used) in replaced.items():
-            if name not in self._told and dist.is_main():
+
+    def _tell_once(self, turns: AgentTurns) -> None:
+        """Print, once in a run, which settings of requests were replaced, and that the template
+        renders earlier turns differently."""
+        notes = dict[str, str]()
+        for name, (asked, used) in turns.replaced.items():
+            notes[name] = (
+                f"an agent asked for {name} {printable_line(str(asked))[:80]}, but gets {used}"
+                " (said once; see agent/replaced_settings)"
+            )
+        if any(episode.tree.rerendered for episode in turns.episodes):
+            notes["--chat_template"] = (
+                "the chat template renders earlier turns of agents differently once another message"
+                " follows (as one that drops thoughts), so such calls begin new conversations (see"
+                " agent/contexts); a template that keeps earlier turns saves tokens"
+                " (--chat_template)"
+            )
+        for name, note in notes.items():
+            if name not in self._told:
                 self._told.add(name)
-                print_line(
-                    f"note: an agent asked for {name} {printable_line(str(asked))[:80]}, but gets"
-                    f" {used} (said once; see agent/replaced_settings)"
-                )
+                print_line(f"note: {note}")
 
     def _end_if_all_failed(self, episodes: Sequence[PlayedEpisode], cancelled: bool) -> None:
         """`UserError` with the first cause if no agent of the first rollout succeeds, which the

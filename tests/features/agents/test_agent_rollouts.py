@@ -16,6 +16,7 @@ from dschat_ppo.config.feature_flags import FeatureFlags
 from dschat_ppo.data.encode import decoded, encode_prompt
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.agents.flags import AgentFlags
+from dschat_ppo.features.agents.prompt_tokens import TemplateTokens
 from dschat_ppo.features.agents.rollouts import start_extension
 from dschat_ppo.features.environments.flags import EnvironmentFlags
 from dschat_ppo.ppo.rollouts import RolloutTask
@@ -143,6 +144,15 @@ def test_rows_rewards_and_metrics(rollouts_of, tmp_path, capfd):
     assert "it returned 1 call_rewards for 3 trained calls" in said
     texts = extension.texts(rollout, [{}] * len(WORDS))
     assert texts[3].final == "said leaves"
+
+
+def test_a_template_that_renders_turns_differently_is_said_once(rollouts_of, monkeypatch, capfd):
+    monkeypatch.setattr(TemplateTokens, "of_new_part", lambda *_: None)
+    extension, _, sample = rollouts_of()
+    sample(task_of(["good"]))
+    assert extension.take_metrics()["agent/contexts"] == 3
+    sample(task_of(["good"]))
+    assert capfd.readouterr().out.count("renders earlier turns of agents differently") == 1
 
 
 def test_the_share_of_a_rollout_in_which_the_engine_has_no_call(rollouts_of):
