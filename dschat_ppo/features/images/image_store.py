@@ -153,7 +153,7 @@ class ImageStore:
         numbers = [-1] * len(prompts.prompt_ids)
         if ROW_OF_IMAGES in prompts.extra:
             numbers = prompts.extra[ROW_OF_IMAGES].tolist()
-        lengths = prompts.prompt_mask.sum(dim=1)
+        lengths = prompts.prompt_mask.sum(dim=1).tolist()
         rows = prompts.prompt_ids.cpu()
 
         def given(indices: Sequence[int], width: int) -> ImageInputs | None:
@@ -162,7 +162,7 @@ class ImageStore:
             ids = torch.zeros(len(indices), max(width, rows.shape[1]), dtype=torch.int64)
             records = []
             for row, index in enumerate(indices):
-                length = int(lengths[index])
+                length = lengths[index]
                 ids[row, :length] = rows[index, rows.shape[1] - length :]
                 records.append(self._record(numbers[index]))
             inputs = self.for_rows(records, ids)

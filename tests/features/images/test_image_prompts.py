@@ -1,6 +1,8 @@
 """Prompts with images in step 3: their numbers, and what the model gets for them and for the rows
 of a rollout."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from features.images.image_runs import (
@@ -12,11 +14,17 @@ from features.images.image_runs import (
 from tiny_vlms import plain_logprobs, save_tiny_vlm
 from transformers import AutoModelForImageTextToText
 
+from dschat_ppo.config.cli import parse
+from dschat_ppo.data.encode import EncodedExample
+from dschat_ppo.errors import UserError
+from dschat_ppo.features.images.checks import check_trained_model
 from dschat_ppo.features.images.columns import ROW_OF_IMAGES
+from dschat_ppo.features.images.content import SPANS, RowImages
 from dschat_ppo.features.images.given_embeddings import source_of
 from dschat_ppo.features.images.lm_kinds import OF_IMAGES
+from dschat_ppo.features.images.references import ImagePlaces
 from dschat_ppo.models.given_embeddings import given_arguments
-from dschat_ppo.models.loading import ModelChanges, load_causal_lm
+from dschat_ppo.models.loading import ModelChanges, load_causal_lm, load_config
 from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.ppo.rollouts import prompt_batch
 from dschat_ppo.types import Rollout, concat_rows, full_sequences, select_rows
@@ -30,7 +38,10 @@ ROWS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["smolvlm", "qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(
+    scope="module",
+    params=["smolvlm", "qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.release)],
+)
 def step3(request, tmp_path_factory):
     """(prompts of step 3 in the order of `ROWS`, the source of their images, the model's
     folder)."""
@@ -119,3 +130,23 @@ def test_prompts_get_their_images_when_they_are_asked_for(step3):
                 torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
     assert given_prompts([0], 4) is None
     assert source.tower_calls == calls  # they were kept
+
+
+def test_a_prompt_may_not_end_with_an_image(step3):
+    """Its last token is fed to the model without what is given for images; an answer may follow."""
+    content = RowImages(step3[1]._processor, ImagePlaces(None, (), ".", "."), 1, None)
+    prompt = EncodedExample([5, 9, 9], [], [], fixed_spans=[(1, 3)])
+    with pytest.raises(UserError, match="the prompt ends with an image"):
+        content.values(prompt, [])
+    assert content.values(replace(prompt, answers=[[4]]), [])[SPANS] == [[1, 3]]
+    assert content.values(replace(prompt, prompt=[5, 9, 9, 6]), [])[SPANS] == [[1, 3]]
+
+
+@pytest.mark.parametrize("words", [["--exact_rollout", "True"], ["--inference_tp_size", "2"]])
+def test_ways_to_generate_that_have_no_images(step3, words):
+    vlm = str(step3[2])
+    given = ["--actor_model_name_or_path", vlm, "--data_path", "data", "--output_dir", "out"]
+    given += ["--use_reward_model", "False", "--reward_function", "numbers:value", *words]
+    config = parse("ppo", given)
+    with pytest.raises(UserError, match=f"sees images, which do not go with {words[0]}"):
+        check_trained_model(config, load_config(vlm, ""), vlm)

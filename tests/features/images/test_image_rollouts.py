@@ -11,7 +11,7 @@ from features.images.image_runs import (
     write_pictures,
     write_rows,
 )
-from tiny_vlms import plain_logprobs, save_tiny_vlm
+from tiny_vlms import FAMILIES, plain_logprobs, save_tiny_vlm
 from transformers import AutoModelForImageTextToText
 
 from dschat_ppo.features.images.given_embeddings import source_of
@@ -42,8 +42,14 @@ ENGINES = {
     "padded": {"engine": "padded"},
     "recomputed": {"engine": "recomputed", "rows": 4},
 }
+OFTEN = ("batches", "pool", "padded")
 TOKENS = 7
 SAMPLES = 2
+
+
+def before_a_release(name):
+    """A parameter of tests that are not run on each change."""
+    return pytest.param(name, marks=pytest.mark.release)
 
 
 class Setting:
@@ -105,12 +111,16 @@ class Setting:
             torch.testing.assert_close(recorded, logprobs, atol=1e-5, rtol=1e-5)
 
 
-@pytest.fixture(scope="module", params=["smolvlm", "qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(
+    scope="module", params=["qwen3_vl", *(before_a_release(name) for name in FAMILIES[1:3])]
+)
 def setting(request, tmp_path_factory):
     return Setting(tmp_path_factory.mktemp(request.param), request.param)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine", [*OFTEN, *(before_a_release(name) for name in ENGINES if name not in OFTEN)]
+)
 def test_an_engine_gives_the_tokens_of_generate(setting, engine):
     source = setting.source()
     rollout = setting.generate(source, ENGINES[engine])
@@ -135,7 +145,7 @@ def test_a_likely_placeholder_is_never_drawn(setting):
     assert torch.equal(rollout.response_ids, free.response_ids)
 
 
-@pytest.mark.parametrize("fault", ["few slots", "no memory"])
+@pytest.mark.parametrize("fault", ["few slots", before_a_release("no memory")])
 def test_sequences_that_start_again_see_their_images(setting, fault, monkeypatch):
     source = setting.source()
     if fault == "few slots":
@@ -180,12 +190,13 @@ def test_sequences_that_start_again_see_their_images(setting, fault, monkeypatch
     setting.assert_log_probs(rollout, source.banned_ids)
 
 
-@pytest.mark.parametrize("how", [{}, {"engine": "padded"}], ids=["pool", "turn by turn"])
-def test_text_may_be_observed_after_images(setting, how):
-    """Each token ends a turn, and is then observed once to three times."""
+@pytest.mark.parametrize("engine", ["continuous", before_a_release("padded")])
+def test_text_may_be_observed_after_images(setting, engine):
+    """Each token ends a turn, and is then observed once to three times; by padded batches turn by
+    turn."""
     source = setting.source()
     ends = tuple(range(setting.lm.config.get_text_config().vocab_size))
-    rollout = setting.generate(source, how, Echo(), ends)
+    rollout = setting.generate(source, {"engine": engine}, Echo(), ends)
     assert not rollout.response_mask[rollout.real_mask].all()
     setting.assert_log_probs(rollout, source.banned_ids)
 
