@@ -114,14 +114,14 @@ def _tokens_after_prompt(episode: PlayedEpisode) -> dict[str, Tensor]:
     is_chosen = list[bool]()
     logprobs = list[float]()
     contexts = list[int]()
-    for number, context in enumerate(episode.contexts):
+    for context_index, context in enumerate(episode.contexts):
         prompt_ids = list[int]()
-        if number > 0:
+        if context_index > 0:
             prompt_ids = context.prompt_ids
         ids += prompt_ids + context.response_ids
         is_chosen += [False] * len(prompt_ids) + context.is_chosen
         logprobs += [0.0] * len(prompt_ids) + context.logprobs
-        contexts += [number] * (len(prompt_ids) + len(context.response_ids))
+        contexts += [context_index] * (len(prompt_ids) + len(context.response_ids))
     return {
         "response_ids": torch.tensor(ids, dtype=torch.int64),
         "response_mask": torch.tensor(is_chosen, dtype=torch.bool),

@@ -378,9 +378,9 @@ def _known_start(call: ModelCall, prompt: Prompt) -> Prompt | None:
     if call.known is None:
         return None
     if call.stop_text:
-        whole = _with_stop_text(call.known, call.stop_text)
-        if _begins(whole, call.ids, prompt, may_go_on=True):
-            return whole
+        with_stop_text = _with_stop_text(call.known, call.stop_text)
+        if _begins(with_stop_text, call.ids, prompt, may_go_on=True):
+            return with_stop_text
     if _begins(call.known, call.ids, prompt, may_go_on=False):
         return call.known
     return None
