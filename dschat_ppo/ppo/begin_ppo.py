@@ -40,7 +40,7 @@ from dschat_ppo.monitor.early_stop import warn_of_few_evaluations
 from dschat_ppo.ppo.components import PPOData
 from dschat_ppo.ppo.generation_settings import check_stop_ids
 from dschat_ppo.ppo.own_algorithms import check_own_functions
-from dschat_ppo.ppo.prompt_contents import content_of
+from dschat_ppo.ppo.prompt_contents import prompt_content
 from dschat_ppo.ppo.rollouts import described_tools
 from dschat_ppo.rewards.build_rewards import (
     CheckedFunction,
@@ -275,12 +275,12 @@ def _check_use_of_rows(
     """Check that the routes of reward sources and of the models of features lead to prompts, and
     that the data have the columns that reward functions and features take. A feature offers its
     check as `checks.check_rows(config, rows)`, and one of the models that read the prompts as
-    `checks.check_prompts(config, folders, rows, the actor's tokenizer)`."""
+    `checks.check_readers(config, folders, rows, the actor's tokenizer)`."""
     data_rows = rows.at_hand["row"]
     are_all_rows = len(rows.at_hand) == len(rows.train)
     routes = further_routes(config, config.further_models)
     check_routes(config.rewards, rows.sources, data_rows, are_all_rows, routes)
-    further = content_of(rows.at_hand[0]).arguments
+    further = prompt_content(rows.at_hand[0]).arguments
     if are_all_rows:
         check_columns(functions.of_training, "--data_path", data_rows, further)
         for check_rows in hooks("checks.check_rows"):
@@ -290,8 +290,8 @@ def _check_use_of_rows(
         check_columns(of_evaluation, "--eval_data_path", rows.eval["row"], further)
         for check_rows in hooks("checks.check_rows"):
             check_rows(config, rows.eval["row"])
-    for check_prompts in hooks("checks.check_prompts"):
-        check_prompts(config, folders, rows, tokenizer)
+    for check_readers in hooks("checks.check_readers"):
+        check_readers(config, folders, rows, tokenizer)
 
 
 def show_ppo_batches(config: PPOConfig, plan: PPOPlan) -> None:

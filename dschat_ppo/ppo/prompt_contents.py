@@ -32,10 +32,10 @@ class PromptContent:
 TEXT_ALONE = PromptContent()
 
 
-def content_of(record: Mapping[str, Any]) -> PromptContent:
+def prompt_content(record: Mapping[str, Any]) -> PromptContent:
     """What the prompt of a token row holds besides text."""
-    for content_of_feature in hooks("prompt_contents.content_of"):
-        content: PromptContent | None = content_of_feature(record)
+    for content_of in hooks("prompt_contents.content_of"):
+        content: PromptContent | None = content_of(record)
         if content is not None:
             return content
     return TEXT_ALONE

@@ -34,7 +34,7 @@ from dschat_ppo.ppo.mini_dataset import gather_rows, prompts_of
 from dschat_ppo.ppo.prompt_contents import (
     TEXT_ALONE,
     PromptContent,
-    content_of,
+    prompt_content,
     shown_prompts,
     shown_row,
 )
@@ -78,7 +78,7 @@ class RewardRequests:
         contents = list[PromptContent]()
         for index in indices:
             record = self.prompts[index]
-            content = content_of(record)
+            content = prompt_content(record)
             contents += [content] * samples
             rows += [shown_row(json.loads(record["row"]), content)] * samples
         groups = [group for group in range(len(indices)) for _ in range(samples)]

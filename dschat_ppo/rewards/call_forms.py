@@ -56,14 +56,14 @@ class MadeByWorker:
 def with_made(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call, with what the worker makes of values, and of those in lists. Equal
     ones are made once."""
-    made: dict[MadeByWorker, Any] = {}
+    results: dict[MadeByWorker, Any] = {}
 
     def of(value: Any) -> Any:
         if not isinstance(value, MadeByWorker):
             return value
-        if value not in made:
-            made[value] = value.make()
-        return made[value]
+        if value not in results:
+            results[value] = value.make()
+        return results[value]
 
     values = dict[str, Any]()
     for name, value in arguments.items():

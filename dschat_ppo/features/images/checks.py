@@ -74,7 +74,7 @@ def check_trained_model(config: StepConfig, model_config: PretrainedConfig, mode
             )
 
 
-def check_prompts(
+def check_readers(
     config: PPOConfig, folders: ModelFolders, rows: TokenRows, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Refuse models that would read prompts with images, and do not see these, or see them by other

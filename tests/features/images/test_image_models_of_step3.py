@@ -17,7 +17,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.errors import UserError
-from dschat_ppo.features.images.checks import check_prompts, check_trained_model
+from dschat_ppo.features.images.checks import check_readers, check_trained_model
 from dschat_ppo.features.images.given_embeddings import sources_of_roles
 from dschat_ppo.features.images.lm_kinds import OF_IMAGES
 from dschat_ppo.features.images.step_data import read_by_model
@@ -150,7 +150,7 @@ def test_a_model_of_text_does_not_score_pictures_blind(step3, assets):
     def check(folders, *further):
         words = ["--critic_model_name_or_path", text, *further]
         config = config_of(actor, step3.data, *words)
-        check_prompts(config, folders, step3.rows, step3.tokenizer)
+        check_readers(config, folders, step3.rows, step3.tokenizer)
 
     with pytest.raises(UserError, match="reads text alone, but prompts have images; train one"):
         check(ModelFolders(actor, None, text))
@@ -166,7 +166,7 @@ def test_a_model_of_text_does_not_score_pictures_blind(step3, assets):
 
 def test_a_reward_model_with_other_image_settings_is_refused(step3, tmp_path):
     config, folders = with_critic(step3, "reward")
-    check_prompts(config, folders, step3.rows, step3.tokenizer)
+    check_readers(config, folders, step3.rows, step3.tokenizer)
     for file in (step3.folder / "reward").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
@@ -174,7 +174,7 @@ def test_a_reward_model_with_other_image_settings_is_refused(step3, tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
     folders = replace(folders, critic=None, reward=str(tmp_path))
     with pytest.raises(UserError, match="other settings than the actor's, so"):
-        check_prompts(config, folders, step3.rows, step3.tokenizer)
+        check_readers(config, folders, step3.rows, step3.tokenizer)
 
 
 def test_families_that_step_3_takes(step3):

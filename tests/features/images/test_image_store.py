@@ -130,7 +130,7 @@ def test_a_run_without_images_does_not_need_pillow():
         "from dschat_ppo.features import hooks\n"
         "for name in ('lm_kinds.kinds_of', 'given_embeddings.source_of', 'saved_parts.beside_of',\n"
         "             'step_data.read_by_model', 'checks.check_trained_model',\n"
-        "             'checks.check_prompts', 'prompt_contents.content_of'):\n"
+        "             'checks.check_readers', 'prompt_contents.content_of'):\n"
         "    assert hooks(name), name\n"
         "images = 'dschat_ppo.features.images'\n"
         "for name in ('image_store', 'processors', 'content'):\n"
