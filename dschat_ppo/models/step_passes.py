@@ -60,12 +60,12 @@ class StepPasses:
                 passes[id(micro_batch)] = _laid_out(model, host_copy).to(device)
             self._laid_out[key] = passes
         laid_out = self._laid_out[key].get(id(rows))
-        given = None
+        given_embeddings = None
         if laid_out is not None:
-            given = given_for(engine, rows)
-        if laid_out is None or given is None:
+            given_embeddings = given_for(engine, rows)
+        if laid_out is None or given_embeddings is None:
             return laid_out
-        return replace(laid_out, given=given)
+        return replace(laid_out, given=given_embeddings)
 
 
 def _laid_out(model: Any, host_copy: Rollout) -> PassRows:
@@ -73,10 +73,10 @@ def _laid_out(model: Any, host_copy: Rollout) -> PassRows:
     given for them is made again for the pass, so that a step does not hold that of all rows."""
     input_ids, lengths = full_sequences(host_copy)
     width = input_ids.shape[1]
-    given = given_for(model, host_copy)
+    given_embeddings = given_for(model, host_copy)
     if isinstance(model, PolicyModel):
         targets = chosen_columns(host_copy, width)
-        return PassRows.of_targets(input_ids, targets, model.layout, given)
+        return PassRows.of_targets(input_ids, targets, model.layout, given_embeddings)
     before_responses = chosen_columns(host_copy, width, shift=1)
     slots = torch.arange(input_ids.numel()).view(input_ids.shape)[before_responses]
-    return PassRows.of(input_ids, lengths, slots, model.layout, given)
+    return PassRows.of(input_ids, lengths, slots, model.layout, given_embeddings)

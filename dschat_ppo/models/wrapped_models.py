@@ -425,19 +425,26 @@ def response_logprobs(
         Log-probs, entropies of the distributions that the tokens are drawn from, and what was asked
         for.
     """
-    given = None
+    given_embeddings = None
     if pass_rows is not None:
         input_ids = pass_rows.input_ids
     else:
         input_ids, _ = full_sequences(rows)
-        given = given_for(engine, rows)
+        given_embeddings = given_for(engine, rows)
     targets = pass_rows or chosen_columns(rows, input_ids.shape[1])
     forbidden = None
     if minimum_length is not None:
         is_early = _is_early(rows, minimum_length, input_ids.shape[1])
         forbidden = Forbidden(is_early, minimum_length.ids, minimum_length.banned)
     logprobs, entropy, *extras = engine(
-        input_ids, targets, temperature, entropy_grad, forbidden, keeps_layer, teachings, given
+        input_ids,
+        targets,
+        temperature,
+        entropy_grad,
+        forbidden,
+        keeps_layer,
+        teachings,
+        given_embeddings,
     )
 
     def in_rows(values: Tensor) -> Tensor:
@@ -471,8 +478,10 @@ def response_values(engine: Model, rows: Rollout, pass_rows: PassRows | None = N
     if pass_rows is None:
         input_ids, lengths = full_sequences(rows)
         before_responses = chosen_columns(rows, input_ids.shape[1], shift=1)
-        given = given_for(engine, rows)
-        values = engine(input_ids, lengths, read_mask=before_responses, given=given)  # (N,)
+        given_embeddings = given_for(engine, rows)
+        values = engine(
+            input_ids, lengths, read_mask=before_responses, given=given_embeddings
+        )  # (N,)
     else:
         values = engine(pass_rows.input_ids, pass_rows.lengths, read_mask=pass_rows)
     zeros = torch.zeros(rows.response_mask.shape, device=rows.response_mask.device)

@@ -83,11 +83,17 @@ class ModelReward:
             device = rollout.response_ids.device
             input_ids = input_ids.to(device)
             lengths = lengths.to(device)
-        given = None
+        given_embeddings = None
         if self.reward_tokenizer is None:
-            given = given_for(self.engine, rollout)
+            given_embeddings = given_for(self.engine, rollout)
         scores = scores_in_batches(
-            self.engine, input_ids, lengths, self.batch_tokens, self.scoring, responses, given
+            self.engine,
+            input_ids,
+            lengths,
+            self.batch_tokens,
+            self.scoring,
+            responses,
+            given_embeddings,
         )
         if self.moments is None:
             return scores

@@ -375,10 +375,10 @@ class ContinuousBatching:
         self.attention.metadata = metadata
 
         ids = self.buffers.token_ids[self._on_device(prompts), :tokens]
-        given = self.buffers.given(prompts.tolist(), tokens)
+        given_embeddings = self.buffers.given(prompts.tolist(), tokens)
         positions = torch.arange(tokens, device=self.device).expand(len(prompts), -1)
         if self.states is None:
-            self._forward(ids, positions, self.cache, given)
+            self._forward(ids, positions, self.cache, given_embeddings)
             return
         # Padding on the right would change states; on the left it does not where the layers mask
         # it.
@@ -390,7 +390,7 @@ class ContinuousBatching:
         mask = positions >= 0
         positions = positions.clamp_min(0)
         ids = ids.gather(1, positions)
-        self._forward(ids, positions, cache, given, attention_mask=mask.long())
+        self._forward(ids, positions, cache, given_embeddings, attention_mask=mask.long())
         running = self.running.rows.sequences
         started = running[row_of_prompt[prompt_of[running]] >= 0]
         has_state = prompt_lengths[started] > 1

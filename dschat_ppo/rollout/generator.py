@@ -191,11 +191,13 @@ def _turn_by_turn(
     limits = request.limits
     if limits is None:
         limits = torch.full_like(request.seeds, config.stopping.max_new_tokens)
-    given = request.given
-    if given is not None:
-        given = of_prompts(given, [row // config.samples for row in range(len(request.seeds))])
+    given_embeddings = request.given
+    if given_embeddings is not None:
+        given_embeddings = of_prompts(
+            given_embeddings, [row // config.samples for row in range(len(request.seeds))]
+        )
     prompts = repeat_rows(request.prompts, config.samples)
-    starts = RolloutRequest(prompts, request.seeds, limits, given=given)
+    starts = RolloutRequest(prompts, request.seeds, limits, given=given_embeddings)
     one_sample = replace(config, samples=1)
 
     def sample(actions: RolloutRequest) -> Rollout:

@@ -140,7 +140,7 @@ class PaddedBatches:
         ids = buffers.token_ids[rows].gather(1, columns.clamp_min(0))
         mask = (columns >= 0).long()
         cache = new_cache(self.model)
-        given = self._given(sequences, longest)
+        given_embeddings = self._given(sequences, longest)
         slots = torch.arange(len(rows), device=device).unsqueeze(1) * longest + columns.clamp_min(0)
         running = torch.full_like(rows, len(sequences) > 0, dtype=torch.bool)
         counts = torch.zeros_like(rows)
@@ -150,15 +150,15 @@ class PaddedBatches:
                 positions = (mask.cumsum(dim=1) - 1).clamp_min(0)[:, -ids.shape[1] :]
                 if mask.shape[1] == longest:
                     arguments = position_arguments(self.model, positions)
-                    arguments = given_arguments(given, slots, arguments)
-                    given = None  # it may be large
+                    arguments = given_arguments(given_embeddings, slots, arguments)
+                    given_embeddings = None  # it may be large
                 else:
                     positions = buffers.placed(rows, positions)
                     arguments = position_arguments(self.model, positions)
                 logits = self._cached_logits(ids, mask, cache, arguments)
             else:
                 last = lengths.squeeze(1) + counts - 1
-                logits = self._logits_of_rows(rows, mask.shape[1], last, given)
+                logits = self._logits_of_rows(rows, mask.shape[1], last, given_embeddings)
             tokens, logprobs = buffers.draw(
                 logits, rows, counts.clamp_max(buffers.response_width - 1)
             )

@@ -170,11 +170,15 @@ def check_engine(
             rollout = generate(
                 model, request, test_config, max_over_ranks, recorder=recorder, partner=partner
             )
-            given = None
+            given_embeddings = None
             if given_prompts is not None:
                 prompt_indices = [row // SAMPLES for row in range(len(seeds))]
-                given = given_prompts(prompt_indices, full_sequences(rollout)[0].shape[1])
-            differences += _greedy_differences(model, rollout, given, stopping.banned_ids)
+                given_embeddings = given_prompts(
+                    prompt_indices, full_sequences(rollout)[0].shape[1]
+                )
+            differences += _greedy_differences(
+                model, rollout, given_embeddings, stopping.banned_ids
+            )
         largest = torch.cat(differences).max()
     reason = unfit(tried)
     # of all ranks, so that they choose the same engine

@@ -128,12 +128,12 @@ class SequenceBuffers:
         if self._given is None or not sequences:
             return None
         prompts = [sequence // self.samples for sequence in sequences]
-        given = self._given(prompts, width)
-        if given is not None and given.offsets is not None:
+        given_embeddings = self._given(prompts, width)
+        if given_embeddings is not None and given_embeddings.offsets is not None:
             assert self.offsets is not None
             of_prompts = self.offsets[:-1].view(-1, self.samples)
-            of_prompts[prompts] = given.offsets.unsqueeze(1)
-        return given
+            of_prompts[prompts] = given_embeddings.offsets.unsqueeze(1)
+        return given_embeddings
 
     def placed(self, sequences: Tensor, columns: Tensor) -> Tensor:
         """The positions (n, L) of tokens that the model gets after prompts, at `columns` (n, L)

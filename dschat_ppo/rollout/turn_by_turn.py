@@ -106,15 +106,15 @@ def _next_actions(
     of all dialogues."""
     seeds = starts.seeds
     drawn = [int(dialogues[row].mask.sum()) for row in rows]
-    given = starts.given
-    if given is not None:
-        given = of_prompts(given, rows)
+    given_embeddings = starts.given
+    if given_embeddings is not None:
+        given_embeddings = of_prompts(given_embeddings, rows)
     return RolloutRequest(
         left_padded([dialogues[row].history for row in rows]),
         seeds[rows],
         torch.tensor(limits, device=seeds.device),
         torch.tensor(drawn, device=seeds.device),
-        given=given,
+        given=given_embeddings,
     )
 
 

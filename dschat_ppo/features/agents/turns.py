@@ -16,12 +16,7 @@ from dschat_ppo.data.examples import VARIABLES, Row
 from dschat_ppo.data.model_replies import ModelReply, reply_of_tokens
 from dschat_ppo.data.reply_tokens import ends_in_thought
 from dschat_ppo.errors import UserError
-from dschat_ppo.features.agents.call_replies import (
-    CallReply,
-    completion_of,
-    error_of,
-    events_of,
-)
+from dschat_ppo.features.agents.call_replies import CallReply, completion_of, error_of, events_of
 from dschat_ppo.features.agents.call_requests import (
     TRAINED_MODEL,
     CallRequest,

@@ -134,25 +134,25 @@ class ImageStore:
             if numbered is prompts:
                 break
             first += len(numbered)
-        numbers = [first + index if prompts[index][IMAGES] else -1 for index in indices]
-        return {ROW_OF_IMAGES: torch.tensor(numbers, dtype=torch.int64)}
+        prompt_numbers = [first + index if prompts[index][IMAGES] else -1 for index in indices]
+        return {ROW_OF_IMAGES: torch.tensor(prompt_numbers, dtype=torch.int64)}
 
-    def _record(self, number: int) -> dict[str, Any]:
+    def _record(self, prompt_number: int) -> dict[str, Any]:
         """The token row with this number; of -1 one without images."""
-        if number < 0:
+        if prompt_number < 0:
             return {}
         for prompts in self._prompts:
-            if number < len(prompts):
-                record: dict[str, Any] = prompts[number]
+            if prompt_number < len(prompts):
+                record: dict[str, Any] = prompts[prompt_number]
                 return record
-            number -= len(prompts)
-        raise IndexError(f"no prompt has the number {number} after those of all data sets")
+            prompt_number -= len(prompts)
+        raise IndexError(f"no prompt has the number {prompt_number} after those of all data sets")
 
     def for_prompts(self, prompts: PromptBatch) -> GivenPrompts:
         """The images of prompts; the tower runs when they are asked for."""
-        numbers = [-1] * len(prompts.prompt_ids)
+        prompt_numbers = [-1] * len(prompts.prompt_ids)
         if ROW_OF_IMAGES in prompts.extra:
-            numbers = prompts.extra[ROW_OF_IMAGES].tolist()
+            prompt_numbers = prompts.extra[ROW_OF_IMAGES].tolist()
         lengths = prompts.prompt_mask.sum(dim=1).tolist()
         rows = prompts.prompt_ids.cpu()
 
@@ -164,7 +164,7 @@ class ImageStore:
             for row, index in enumerate(indices):
                 length = lengths[index]
                 ids[row, :length] = rows[index, rows.shape[1] - length :]
-                records.append(self._record(numbers[index]))
+                records.append(self._record(prompt_numbers[index]))
             inputs = self.for_rows(records, ids)
             if inputs is None:
                 return None
@@ -177,13 +177,15 @@ class ImageStore:
         if ROW_OF_IMAGES not in rows.extra:
             return None
         sequences = row_sequences(rows)
-        numbers = rows.extra[ROW_OF_IMAGES][sequences.rows]
+        prompt_numbers = rows.extra[ROW_OF_IMAGES][sequences.rows]
         is_first = sequences.starts < rows.prompt_ids.shape[1]
-        numbers = torch.where(is_first, numbers, -1)
-        if not bool((numbers >= 0).any()):
+        prompt_numbers = torch.where(is_first, prompt_numbers, -1)
+        if not bool((prompt_numbers >= 0).any()):
             return None
         input_ids, _ = full_sequences(rows)
-        return self.for_rows([self._record(number) for number in numbers.tolist()], input_ids)
+        return self.for_rows(
+            [self._record(prompt_number) for prompt_number in prompt_numbers.tolist()], input_ids
+        )
 
     def for_probe(self, input_ids: Tensor) -> tuple[Tensor, ImageInputs]:
         """Ids (B, T) with two images of noise, the same in all rows, and their features."""
