@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from launch import ROOT
 from random_agents import SHAPES_OF_AGENTS
 from scripted_engine import ScriptedEngine
 
@@ -18,6 +19,7 @@ from dschat_ppo.features.environments.episode_processes import Episodes
 
 pytestmark = [pytest.mark.release, pytest.mark.slow]
 AGENTS = Path(__file__).parent / "agents_of_libraries.py"
+OF_VERIFIERS = ROOT / "training_scripts/examples/agents/verifiers_agent.py"
 FORM = "dschat_ppo.features.agents.forms:form_of_agent"
 TOKENIZER, _ = SHAPES_OF_AGENTS["tools"]
 LIMITS = EpisodeLimits(  # a token is a byte here
@@ -40,18 +42,19 @@ REPLIES = {  # of the first call of the model, and of the second
         "I say it." + call_of("bash", command="echo hi > said; cat said"),
         call_of("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat said"),
     ),
+    "verifiers": (call_of("calculate", expression="1+2"), "The sum is 3."),
 }
 
 
-def episode_of(case):
-    """The episode that an agent has played."""
+def episode_of(case, file, row):
+    """The episode of a row that the agent in a file has played."""
     replies = iter(REPLIES[case])
-    agents = Episodes({"function": f"{AGENTS}:play"}, 100.0, 2, AgentResult, FORM)
+    agents = Episodes({"function": f"{file}:play"}, 100.0, 2, AgentResult, FORM)
     front = Front()
     with closing(agents), closing(front):
         agents.watch(front.socket)
         turns = AgentTurns(agents, front, TOKENIZER, LIMITS, {"temperature": 1.0})
-        turns.start([{"case": case}], [0], [0])
+        turns.start([row], [0], [0])
         ScriptedEngine(TOKENIZER, lambda text: next(replies)).run(turns)
         agents.end_all()
     [episode] = turns.episodes
@@ -73,7 +76,7 @@ def test_an_unmodified_agent_plays_an_episode(tmp_path, monkeypatch, case, libra
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MSWEA_SILENT_STARTUP", "1")
     monkeypatch.setenv("MSWEA_GLOBAL_CONFIG_DIR", str(tmp_path))
-    episode = episode_of(case)
+    episode = episode_of(case, AGENTS, {"case": case})
     assert (episode.problem, episode.result) == ("", AgentResult(1.0))
     assert episode.counts["refused_calls"] == episode.counts["malformed_calls"] == 0
     assert episode.counts["replaced_settings"] == 2 * (case == "smolagents_tools")
@@ -83,3 +86,15 @@ def test_an_unmodified_agent_plays_an_episode(tmp_path, monkeypatch, case, libra
     texts = [decoded(TOKENIZER, row.prompt_ids + row.response_ids) for row in rows]
     for reply in REPLIES[case]:
         assert any(reply in text for text in texts)
+
+
+def test_a_task_of_verifiers_is_an_episode():
+    """The example, whose harness runs in the process of the agent."""
+    pytest.importorskip("verifiers")
+    row = {"prompt": [{"role": "user", "content": "What is 1+2?"}], "answer": "3"}
+    episode = episode_of("verifiers", OF_VERIFIERS, row)
+    assert episode.problem == ""
+    assert episode.result == AgentResult(1.0, None, {"model_calls": 2.0})
+    [context] = episode.tree.rows()
+    text = decoded(TOKENIZER, context.prompt_ids + context.response_ids)
+    assert "What is 1+2?" in text and "\n3\n" in text and text.endswith("The sum is 3.<|im_end|>")
