@@ -73,6 +73,14 @@ class PlayedEpisode:
         rewards[max(ends.values())] += self.result.reward or 0.0
 
 
+def cause_of_failure(cause: str, refusal: str) -> str:
+    """Why an agent failed, with the message to its last refused request, if there was one: clients
+    often hide it behind a status."""
+    if not refusal or refusal in cause:
+        return cause
+    return f"{cause}; the last request that was refused: {refusal}"
+
+
 def rows_of_played(episodes: Sequence[PlayedEpisode], prompts: PromptBatch) -> Rollout:
     """The rows (B, R) of episodes. The contexts of an episode follow one another in its row: the
     prompt of the first one is that of the row, and prompts of the others are tokens that nobody

@@ -28,7 +28,7 @@ from dschat_ppo.features.agents.call_requests import (
 from dschat_ppo.features.agents.forms import AgentResult
 from dschat_ppo.features.agents.front import CHAT, JSON
 from dschat_ppo.features.agents.front_link import Front, FrontEvent
-from dschat_ppo.features.agents.played import PlayedEpisode
+from dschat_ppo.features.agents.played import PlayedEpisode, cause_of_failure
 from dschat_ppo.features.agents.prompt_tokens import TemplateTokens
 from dschat_ppo.features.agents.record import (
     ChatPrompt,
@@ -463,9 +463,7 @@ class AgentTurns:
             episode.own_seconds += time.monotonic() - episode.since
             episode.since = None
         if isinstance(result, CallError):
-            episode.problem = str(result)
-            if episode.refusal and episode.refusal not in episode.problem:
-                episode.problem += f"; the last request that was refused: {episode.refusal}"
+            episode.problem = cause_of_failure(str(result), episode.refusal)
         else:
             episode.result = result
             self.agents.end(index)
