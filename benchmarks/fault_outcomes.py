@@ -57,7 +57,9 @@ class Outcome:
 
     `met`: the fault came before the end; `code`: of the first start; `left`: processes and segments
     of shared memory; `steps_lost`: saved, and computed again; `equal`: metrics and weights are
-    those of the run without a fault.
+    those of the run without a fault. Of runs with agents: `agents` had ended in the steps that were
+    not saved, by the journal; `played_again`: agents that began again beyond those that had to;
+    `difference`: the greatest one of weights from those of the run without a fault.
     """
 
     name: str
@@ -66,27 +68,36 @@ class Outcome:
     left: int
     steps_lost: int
     equal: bool
+    agents: int = 0
+    played_again: int = 0
+    difference: float = 0.0
 
     @property
     def survived(self) -> bool:
-        return self.left == 0 and self.steps_lost == 0 and self.equal
+        nothing_again = self.steps_lost == 0 and self.played_again == 0
+        return self.left == 0 and nothing_again and self.equal
 
 
 def left_over(word: str, timeout: float = 40.0) -> int:
-    """Processes that still have `word` in their command line after a while; they are killed."""
+    """Processes that still have `word` in their command line or environment after a while; they are
+    killed."""
     deadline = time.monotonic() + timeout
     while True:
-        found = [
-            p
-            for p in psutil.process_iter(["cmdline"])
-            if any(word in part for part in p.info["cmdline"] or [])
-        ]
+        found = [process for process in psutil.process_iter() if mentions(process, word)]
         if not found or time.monotonic() > deadline:
             break
         time.sleep(0.2)
     for process in found:
         process.kill()
     return len(found)
+
+
+def mentions(process: psutil.Process, word: str) -> bool:
+    """Whether the command line or the environment of a process has `word`."""
+    with suppress(psutil.Error):
+        texts = [*process.cmdline(), *process.environ().values()]
+        return any(word in text for text in texts)
+    return False
 
 
 def comes_in_time(process: subprocess.Popen[str], folder: Path, pattern: str, delay: float) -> bool:

@@ -1,8 +1,7 @@
 """Fault injection: runs meet faults of every kind, are started again, and must lose nothing.
 
-    python benchmarks/faults.py [--power] [--kills N] [--quick] [--seed N] [--only WORD]
-        [--work DIR] [--json FILE]
-        [--docs FILE.md]
+    python benchmarks/faults.py [--power] [--agents] [--kills N] [--quick] [--seed N]
+        [--only WORD] [--work DIR] [--json FILE] [--docs FILE.md]
 
 Small runs on two ranks, with a checkpoint after every step, are interrupted, started again by the
 same command, and compared with a run that nothing interrupted: metrics and weights must be equal,
@@ -11,8 +10,9 @@ repeated, are counted too.
 
 SIGKILL meets a rank, the launcher or a child of a rank (a process of a reward function or of data)
 of one of `RUNS`, at moments drawn from `--seed`. `others` lists the remaining kinds. `--power` cuts
-the power of runs instead (`fault_outcomes.py`). Full and read-only disks, and power losses, need
-root. The exit code is 1 if a run did not survive.
+the power of runs instead (`fault_outcomes.py`), `--agents` kills runs whose responses are episodes
+of agents (`agent_faults.py`). Full and read-only disks, and power losses, need root. The exit code
+is 1 if a run did not survive.
 """
 
 from __future__ import annotations
@@ -28,9 +28,18 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
+from agent_faults import (
+    AGENT,
+    AGENT_MARKS,
+    AgentBench,
+    agents_table,
+    draw_agent_kills,
+    meet_agent_kill,
+)
 from fault_outcomes import (
     POWER_MARKS,
     Outcome,
@@ -126,7 +135,8 @@ class Fault:
 
 
 def make_models(folder: Path) -> None:
-    """A small actor, a small reward model, forty prompts, 64 answers and a reward function."""
+    """A small actor, a small reward model, forty prompts, 640 answers, a reward function, an
+    environment and an agent."""
     save_tiny_models(
         folder,
         ("actor", "reward"),
@@ -135,10 +145,12 @@ def make_models(folder: Path) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=128,
+        max_position_embeddings=512,
         initializer_range=0.2,
     )
-    prompts = [{"prompt": f"word {number} of {number * 7 % 40}"} for number in range(40)]
+    prompts = [
+        {"prompt": f"word {number} of {number * 7 % 40}", "number": number} for number in range(40)
+    ]
     answers = [
         {"prompt": f"{number} or", "response": f" {number * 7} of {number}"}
         for number in range(640)
@@ -150,6 +162,7 @@ def make_models(folder: Path) -> None:
         "def length(response):\n    return float(len(response) % 7)\n"
     )
     (folder / "play.py").write_text(PLAY)
+    (folder / "agent.py").write_text(AGENT)
 
 
 class Bench:
@@ -314,6 +327,31 @@ def others() -> list[Fault]:
     ]
 
 
+def meetings(
+    bench: Bench, chosen: argparse.Namespace
+) -> list[tuple[str, Callable[[int], Outcome]]]:
+    """(name, what causes the fault and compares) of each fault; the latter gets its number."""
+    if chosen.power:
+        if not may_cut():
+            sys.exit(
+                "power losses need root and loop devices: a file system cannot be mounted and shut"
+                " down here"
+            )
+        cuts = draw_cuts(chosen.seed, 4 if chosen.quick else 20)
+        return [(str(cut), partial(meet_cut, bench, cut)) for cut in cuts]
+    if chosen.agents:
+        count = chosen.kills
+        if chosen.quick:
+            count = 3
+        agents = AgentBench(bench.work, bench.models)
+        drawn = draw_agent_kills(chosen.seed, count)
+        return [(str(kill), partial(meet_agent_kill, agents, kill)) for kill in drawn]
+    faults = [*kills(chosen.seed, chosen.kills), *others()]
+    if chosen.quick:
+        faults = [*kills(chosen.seed, 5), *others()[:3]]
+    return [(fault.name, partial(bench.meet, fault)) for fault in faults]
+
+
 def main() -> int:
     """Inject the faults, or the power losses; 1 if a run did not survive one."""
     parser = argparse.ArgumentParser(
@@ -321,8 +359,11 @@ def main() -> int:
     )
     parser.add_argument("--kills", type=int, default=40, help="number of SIGKILLs (default: 40)")
     parser.add_argument("--power", action="store_true", help="twenty power losses instead")
+    parser.add_argument("--agents", action="store_true", help="kills of runs with agents instead")
     parser.add_argument(
-        "--quick", action="store_true", help="five SIGKILLs and three others, or four power losses"
+        "--quick",
+        action="store_true",
+        help="five SIGKILLs and three others, or four power losses, or three kills of agents",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the victims and moments")
     parser.add_argument("--only", default="", help="only faults whose name holds this")
@@ -334,35 +375,26 @@ def main() -> int:
     chosen = parser.parse_args()
     work = chosen.work or Path(tempfile.mkdtemp(prefix="faults_"))
     work.mkdir(parents=True, exist_ok=True)
-    bench, outcomes = Bench(work.resolve()), []
-    if chosen.power:
-        if not may_cut():
-            sys.exit(
-                "power losses need root and loop devices: a file system cannot be mounted and shut"
-                " down here"
-            )
-        cuts = draw_cuts(chosen.seed, 4 if chosen.quick else 20)
-        meetings = [(str(cut), lambda n, cut=cut: meet_cut(bench, cut, n)) for cut in cuts]
-    else:
-        faults = (
-            [*kills(chosen.seed, 5), *others()[:3]]
-            if chosen.quick
-            else [*kills(chosen.seed, chosen.kills), *others()]
-        )
-        meetings = [(fault.name, lambda n, fault=fault: bench.meet(fault, n)) for fault in faults]
-    for number, (name, meet) in enumerate(meetings):
+    bench = Bench(work.resolve())
+    outcomes: list[Outcome] = []
+    for number, (name, meet) in enumerate(meetings(bench, chosen)):
         if chosen.only in name:
             outcomes.append(meet(number))
             print(outcomes[-1], flush=True)
+    marks = MARKS
+    text = table(outcomes)
+    if chosen.power:
+        marks = POWER_MARKS
+    elif chosen.agents:
+        marks = AGENT_MARKS
+        text = agents_table(outcomes)
     found = {
         "injected": len(outcomes),
         "survived": sum(outcome.survived for outcome in outcomes),
         "steps_lost": sum(outcome.steps_lost for outcome in outcomes),
         "trajectories_equal": all(outcome.equal for outcome in outcomes),
     }
-    publish(
-        found, table(outcomes), POWER_MARKS if chosen.power else MARKS, chosen.json, chosen.docs
-    )
+    publish(found, text, marks, chosen.json, chosen.docs)
     return int(found["survived"] < found["injected"])
 
 

@@ -28,7 +28,8 @@ import torch
 from dschat_ppo.common.phases import PhaseClock
 
 ROOT = Path(__file__).resolve().parent.parent
-MEASURED = ("time", "seconds", "memory/")  # "seconds": of result.json
+# "seconds": of result.json
+MEASURED = ("time", "seconds", "memory/", "agent/own_seconds", "agent/idle_share")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,9 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.types import PromptBatch
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import agent_faults  # noqa: E402
 import curves  # noqa: E402
+import fault_outcomes  # noqa: E402
 import faults  # noqa: E402
 import memory  # noqa: E402
 import products  # noqa: E402
@@ -77,6 +79,25 @@ def test_outputs_are_equal_in_metrics_and_weights_but_not_in_times(tmp_path):
     assert faults.same_outputs(one, outputs(tmp_path / "same", 0.5, 1.0))
     assert not faults.same_outputs(one, outputs(tmp_path / "loss", 0.6, 1.0))
     assert not faults.same_outputs(one, outputs(tmp_path / "weight", 0.5, 1.0 + 2**-23))
+
+
+def test_agents_that_had_ended_are_counted_in_whole_lines_of_steps_that_were_not_saved(tmp_path):
+    folder = tmp_path / "checkpoints/agents"
+    folder.mkdir(parents=True)
+    names = ["a/0:x/context/d:0", "a/0:x/reply/d:0:s", "a/0:x", "a/1:y", "a/2:z"]
+    text = "".join(json.dumps({name: {}}) + "\n" for name in names)
+    for step in (1, 2, 3):
+        (folder / f"step_{step:06d}_rank_0.jsonl").write_text(text)
+    assert agent_faults.ended_agents(tmp_path, resumed=1) == 6
+    agent_faults.cut_last_lines(tmp_path)
+    assert agent_faults.ended_agents(tmp_path, resumed=1) == 4
+    assert agent_faults.ended_agents(tmp_path, resumed=0) == 6
+
+
+def test_a_kill_is_not_survived_if_an_agent_plays_again():
+    whole = fault_outcomes.Outcome("a", True, 1, left=0, steps_lost=0, equal=True)
+    assert whole.survived
+    assert not replace(whole, played_again=1).survived and not replace(whole, left=1).survived
 
 
 # fuzz.py
