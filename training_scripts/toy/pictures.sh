@@ -62,6 +62,7 @@ step3() { # step3 NAME PROMPTS FLAGS...: train from the SFT model; the right ans
         --save_best False \
         --reward_workers 1 \
         --max_prompt_seq_len 24 \
+        --min_answer_seq_len 1 \
         --max_answer_seq_len 2 \
         --actor_learning_rate 2e-3 \
         --num_warmup_steps 2 \
@@ -83,7 +84,6 @@ step3 ppo prompts \
     --critic_learning_rate 2e-3 \
     --per_device_generation_batch_size "$(per_rank 128)" \
     --per_device_training_batch_size "$(per_rank 64)" \
-    --kl_coef 0 \
     --max_steps 60
 step3 grpo prompts "${grpo[@]}"
 step3 swapped swapped "${grpo[@]}"
