@@ -33,7 +33,8 @@ _WAYS_OUT = {
     ),
     "reference": "omit the flag, so that the reference is the actor before training",
 }
-_OF_STEP_3 = ("idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl")  # model types
+# model types
+_OF_STEP_3 = ("idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl", "llava", "internvl")
 _USES = ("preference", "unpaired")  # what step 2 reads beside images: pairs and labelled answers
 # flags of step 3 with which prompts come about, or are generated for, in ways that have no images
 _WITHOUT_IMAGES = (

@@ -78,7 +78,10 @@ def experience_of(batch):
     )
 
 
-@pytest.fixture(scope="module", params=["smolvlm", "qwen3_vl"])
+BEFORE_A_RELEASE = [pytest.param(name, marks=pytest.mark.release) for name in ("llava", "internvl")]
+
+
+@pytest.fixture(scope="module", params=["smolvlm", "qwen3_vl", *BEFORE_A_RELEASE])
 def step3(request, tmp_path_factory):
     """A policy and a critic without their towers, rows of their step, transformers' whole model,
     and what it takes of each row."""
