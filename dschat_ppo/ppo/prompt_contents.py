@@ -76,5 +76,10 @@ def shown_prompts(
             begin = end
         pieces.append(tokens[begin:])
         counts.append(len(content.spans) + 1)
-    texts = iter(tokenizer.batch_decode(pieces, skip_special_tokens=False))
-    return [PLACE.join(next(texts) for _ in range(count)) for count in counts]
+    texts = tokenizer.batch_decode(pieces, skip_special_tokens=False)
+    shown_prompts = []
+    first = 0
+    for count in counts:
+        shown_prompts.append(PLACE.join(texts[first : first + count]))
+        first += count
+    return shown_prompts

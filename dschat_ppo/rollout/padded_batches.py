@@ -205,8 +205,9 @@ class PaddedBatches:
         """Logits (n, V) after the token in column `last` (n,) of the buffers' `rows` (n,), by a
         pass of their first `width` columns. `given`: of the rows, in at least as many columns."""
         ids = self.buffers.token_ids[rows, :width]
+        given_embeddings = given
         if given is not None:
-            given = given.of_rows(torch.arange(len(rows), device=rows.device), width)
-        arguments = row_arguments(self.model, ids, given)
+            given_embeddings = given.of_rows(torch.arange(len(rows), device=rows.device), width)
+        arguments = row_arguments(self.model, ids, given_embeddings)
         output = self.model(input_ids=ids, attention_mask=None, use_cache=False, **arguments)
         return output.logits[torch.arange(len(rows), device=rows.device), last]

@@ -150,19 +150,10 @@ def check_engine(
         prompts, given_prompts = source.for_probe_prompts(prompts)
     seeds = torch.arange(SAMPLES * len(LENGTHS))
     request = RolloutRequest(prompts, seeds, given=given_prompts)
-    stopping = StoppingCriteria(NEW_TOKENS, banned_ids=config.stopping.banned_ids)
-    greedy = replace(
-        config,
-        sampling=SamplingParameters(top_k=1),
-        stopping=stopping,
-        samples=SAMPLES,
-        rows=4,
-        engine=engine,
-    )
-    tests: list[tuple[GenerationConfig, Partner | None]] = [(greedy, None)]
+    banned_ids = config.stopping.banned_ids
+    tests: list[tuple[GenerationConfig, Partner | None]] = [(_greedy(config, engine), None)]
     if has_partner:  # each token ends an action
-        ends = replace(stopping, stop_ids=tuple(range(vocabulary)))
-        tests.append((replace(greedy, stopping=ends), Echo()))
+        tests.append((_greedy(config, engine, tuple(range(vocabulary))), Echo()))
     largest = torch.tensor(math.inf, device=device)
     with attempt() as tried:
         differences: list[Tensor] = []
@@ -173,16 +164,28 @@ def check_engine(
             given_embeddings = None
             if given_prompts is not None:
                 prompt_indices = [row // SAMPLES for row in range(len(seeds))]
-                given_embeddings = given_prompts(
-                    prompt_indices, full_sequences(rollout)[0].shape[1]
-                )
-            differences += _greedy_differences(
-                model, rollout, given_embeddings, stopping.banned_ids
-            )
+                width = full_sequences(rollout)[0].shape[1]
+                given_embeddings = given_prompts(prompt_indices, width)
+            differences += _greedy_differences(model, rollout, given_embeddings, banned_ids)
         largest = torch.cat(differences).max()
     reason = unfit(tried)
     # of all ranks, so that they choose the same engine
     return float(all_reduce(largest, "max")), of_any_rank(reason, device)
+
+
+def _greedy(
+    config: GenerationConfig, engine: EngineName, stop_ids: tuple[int, ...] = ()
+) -> GenerationConfig:
+    """Settings of the check: greedy tokens, a few rows at a time."""
+    banned_ids = config.stopping.banned_ids
+    return replace(
+        config,
+        sampling=SamplingParameters(top_k=1),
+        stopping=StoppingCriteria(NEW_TOKENS, stop_ids=stop_ids, banned_ids=banned_ids),
+        samples=SAMPLES,
+        rows=4,
+        engine=engine,
+    )
 
 
 def _greedy_differences(

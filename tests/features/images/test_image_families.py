@@ -58,7 +58,12 @@ PAIRS = [
 WITH_PROCESSOR = ("llava", "gemma3")
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "llava", "internvl", "gemma3"])
+BEFORE_A_RELEASE = [
+    pytest.param(name, marks=pytest.mark.release) for name in ("qwen3_5", "llava", "internvl")
+]
+
+
+@pytest.fixture(scope="module", params=[*BEFORE_A_RELEASE, "gemma3"])
 def family(request, tmp_path_factory):
     """A model with pairs, as step 2 reads them."""
     folder = tmp_path_factory.mktemp(request.param)

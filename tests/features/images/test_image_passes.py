@@ -33,7 +33,15 @@ ROWS = [
 ]
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, "lfm2_vl"])
+OFTEN = ("smolvlm", "qwen3_vl", "gemma3")  # the other families are tested before a release
+OTHERS = [
+    pytest.param(name, marks=pytest.mark.release)
+    for name in (*FAMILIES, "lfm2_vl")
+    if name not in OFTEN
+]
+
+
+@pytest.fixture(scope="module", params=[*OFTEN, *OTHERS])
 def trained(request, tmp_path_factory):
     """(a policy without its tower, a batch of `ROWS`, log-probs and gradients by transformers)."""
     family = request.param
