@@ -4,6 +4,8 @@
 pytest.mark.usefixtures("one_rank")`.
 """
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as torch_dist
@@ -26,3 +28,5 @@ def one_rank(tmp_path_factory):
     torch_dist.destroy_process_group()
     for module, values in remembered.items():
         vars(module).update(values)
+    # a fork that collects what is left of the group would wait for its threads for ever
+    gc.collect()

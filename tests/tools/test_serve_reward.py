@@ -1,5 +1,6 @@
 """The reward model server: its scores, whom it answers, and concurrent clients."""
 
+import gc
 import json
 import multiprocessing
 import os
@@ -111,6 +112,7 @@ def serve_into(folder: Path, output: int) -> None:
 
 def test_a_server_process_answers_a_request_in_progress_and_stops(assets):
     """Before any thread of this module runs, since it is forked."""
+    gc.collect()  # what earlier tests left is not for the fork to collect
     read, write = os.pipe()
     process = multiprocessing.get_context("fork").Process(
         target=serve_into, args=(assets / "reward", write)

@@ -110,6 +110,7 @@ def test_prompts_get_their_images_when_they_are_asked_for(step3):
     policy = PolicyModel(load_causal_lm(str(vlm), "fp32", None, ModelChanges(kinds=(OF_IMAGES,))))
     whole = AutoModelForImageTextToText.from_pretrained(vlm).eval()
     given_prompts = source.for_prompts(prompt_batch(prompts, range(4), 0, source))
+    given_prompts([0, 1, 2, 3], 4)  # the tower runs
     calls = source.tower_calls
     for order in ([2, 0], [0, 3], [2]):
         longest = max(len(prompts[index]["prompt_ids"]) for index in order)
