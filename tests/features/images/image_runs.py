@@ -64,14 +64,20 @@ def prepared_pairs(vlm: Path, data: Path, *further: str) -> tuple[Any, Any, Any]
     return prepared(vlm, data, *further, step="reward")
 
 
-def prepared_prompts(vlm: Path, data: Path, *further: str) -> tuple[Any, Any, Any]:
-    """(the prompts of step 3 in the order of their file, the configuration, the tokenizer)."""
+def flags_of_prompts(vlm: Path, data: Path, *further: str) -> list[str]:
+    """Those of step 3, which gets all rows."""
     words = flags(vlm, data, *further)
     words[words.index("--model_name_or_path")] = "--actor_model_name_or_path"
     words[words.index("1,0,0")] = "0,0,1"
     words[words.index("--max_seq_len")] = "--max_prompt_seq_len"
     fraction = words.index("--eval_fraction")
     del words[fraction : fraction + 2]
+    return words
+
+
+def prepared_prompts(vlm: Path, data: Path, *further: str) -> tuple[Any, Any, Any]:
+    """(the prompts of step 3 in the order of their file, the configuration, the tokenizer)."""
+    words = flags_of_prompts(vlm, data, *further)
     words += ["--use_reward_model", "False", "--reward_function", "numbers:value"]
     config: Any = parse("ppo", words)
     tokenizer = with_template_flags(load_tokenizer(str(vlm), "model"), config.data)

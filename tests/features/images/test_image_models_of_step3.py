@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from features.images.image_runs import flags, write_pictures, write_rows
+from features.images.image_runs import flags_of_prompts, write_pictures, write_rows
 from one_rank import one_rank  # noqa: F401
 from safetensors.torch import load_file, save_file
 from tiny_vlms import save_tiny_vlm
@@ -75,12 +75,7 @@ def step3(tmp_path_factory):
 
 
 def config_of(actor, data, *further):
-    words = flags(actor, data, *further)
-    words[words.index("--model_name_or_path")] = "--actor_model_name_or_path"
-    words[words.index("1,0,0")] = "0,0,1"
-    words[words.index("--max_seq_len")] = "--max_prompt_seq_len"
-    fraction = words.index("--eval_fraction")
-    del words[fraction : fraction + 2]
+    words = flags_of_prompts(actor, data, *further)
     if "--critic_model_name_or_path" not in words:
         words += ["--use_reward_model", "False", "--reward_function", "numbers:value"]
     return parse("ppo", words)

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from features.images.image_runs import flags, write_pictures, write_rows
+from features.images.image_runs import flags, flags_of_prompts, write_pictures, write_rows
 from launch import numbers_of, run_steps
 from safetensors.torch import load_file
 from tiny_vlms import save_tiny_vlm
@@ -33,12 +33,7 @@ GRPO += ["--n_samples_per_prompt", "4"]
 
 def words_of(vlm, data, ranks, *further):
     """Words of a command of step 3: four prompts in each of two steps, and two updates."""
-    words = flags(vlm, data, *further)
-    words[words.index("--model_name_or_path")] = "--actor_model_name_or_path"
-    words[words.index("1,0,0")] = "0,0,1"
-    words[words.index("--max_seq_len")] = "--max_prompt_seq_len"
-    fraction = words.index("--eval_fraction")
-    del words[fraction : fraction + 2]
+    words = flags_of_prompts(vlm, data, *further)
     words += ["--max_answer_seq_len", "4", "--max_steps", "2", "--num_warmup_steps", "0"]
     words += ["--actor_learning_rate", "1e-3", "--critic_learning_rate", "1e-3"]
     words += ["--eval_data_path", str(data), "--eval_interval", "1"]
