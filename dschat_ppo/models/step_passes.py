@@ -57,7 +57,9 @@ class StepPasses:
             passes = {}
             for micro_batch, host_copy in zip(self.micro_batches, self.host_copies, strict=True):
                 device = micro_batch.response_ids.device
-                passes[id(micro_batch)] = _laid_out(model, host_copy).to(device)
+                # what is given is made again for the pass: a step does not hold that of all rows
+                laid_out_rows = replace(_laid_out(model, host_copy), given=None)
+                passes[id(micro_batch)] = laid_out_rows.to(device)
             self._laid_out[key] = passes
         laid_out = self._laid_out[key].get(id(rows))
         given_embeddings = None
@@ -69,8 +71,7 @@ class StepPasses:
 
 
 def _laid_out(model: Any, host_copy: Rollout) -> PassRows:
-    """Rows on the host, laid out for `response_logprobs` or `response_values` of `model`. What is
-    given for them is made again for the pass, so that a step does not hold that of all rows."""
+    """Rows on the host, laid out for `response_logprobs` or `response_values` of `model`."""
     input_ids, lengths = full_sequences(host_copy)
     width = input_ids.shape[1]
     given_embeddings = given_for(model, host_copy)
