@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from fault_outcomes import Outcome, is_finished, left_over, lost_steps, same_outputs
+from fault_outcomes import Outcome, is_finished, left_over, lost_steps
 from measure import ROOT, markdown, metrics_of
 from safetensors.torch import load_file
 
@@ -43,11 +43,15 @@ FLAGS = (
 SCRIPT = "training/step3_ppo/main.py"
 FUNCTION = ["--agent", "{models}/agent.py:play"]
 PROGRAM = ["--agent_command", "{python} '{models}/agent.py'"]
+# What trains then depends on the tokens alone, and is equal to the bit. Otherwise the KL in the
+# reward is that of the log-probs recorded while sampling, which differ by rounding with the calls
+# that run at the same time.
+EXACT = ["--old_logprobs", "recompute"]
 PADDED = ["--rollout_engine", "padded"]
 RUNS = {  # name -> flags
     "a function": FUNCTION,
-    "a function, padded": [*FUNCTION, *PADDED],
-    "a program, padded": [*PROGRAM, *PADDED],
+    "a function, padded, log-probs recomputed": [*FUNCTION, *PADDED, *EXACT],
+    "a program, log-probs recomputed": [*PROGRAM, *EXACT],
 }
 # Runs as a function, and as a program. Some agents sleep, some fail, some begin another
 # conversation, some ask the untrained model; what they do depends on the replies alone.
@@ -135,7 +139,7 @@ def draw_agent_kills(seed: int, count: int) -> list[Kill]:
         moment = list(MOMENTS)[number % len(MOMENTS)]
         run = list(RUNS)[number // len(MOMENTS) % len(RUNS)]
         cuts = moment == "a write of the journal" and drawn.random() < 0.5
-        kills.append(Kill(run, drawn.choice(VICTIMS), moment, drawn.uniform(0.3, 0.95), cuts))
+        kills.append(Kill(run, drawn.choice(VICTIMS), moment, drawn.uniform(0.3, 0.9), cuts))
     return kills
 
 
@@ -259,7 +263,7 @@ def differences(one: Path, other: Path) -> tuple[bool, float]:
             is_number = isinstance(value, int | float)
             is_equal &= not is_number or abs(value - other_line[name]) <= 1e-3 + 1e-2 * abs(value)
     greatest = 0.0
-    for file in one.rglob("*.safetensors"):
+    for file in one.glob("actor/*.safetensors"):
         weights = load_file(other / file.relative_to(one))
         for name, weight in load_file(file).items():
             difference = weight.double() - weights[name].double()
@@ -289,7 +293,8 @@ def meet_agent_kill(bench: AgentBench, kill: Kill, number: int) -> Outcome:
     code = code_of(ranks)
     left = left_over(str(notes))
     if is_finished(output):
-        return Outcome(str(kill), False, code, left, 0, same_outputs(whole, output))
+        is_equal, difference = differences(whole, output)
+        return Outcome(str(kill), False, code, left, 0, is_equal, difference=difference)
     if kill.cuts:
         cut_last_lines(output)
     saved = [folder.name for folder in output.glob("checkpoints/step_*[0-9]")]  # none in parts
@@ -308,11 +313,10 @@ def meet_agent_kill(bench: AgentBench, kill: Kill, number: int) -> Outcome:
     difference = math.nan
     if is_done:
         is_equal, difference = differences(whole, output)
-        if "padded" in kill.run:
-            is_equal = same_outputs(whole, output)
+        if set(EXACT) <= set(RUNS[kill.run]):
+            is_equal &= difference == 0
     met = met and victim is not None
-    counts = {"agents": ended, "played_again": played_again, "difference": difference}
-    return Outcome(str(kill), met, code, left, lost, is_equal, **counts)
+    return Outcome(str(kill), met, code, left, lost, is_equal, ended, played_again, difference)
 
 
 def agents_table(outcomes: Sequence[Outcome]) -> str:
