@@ -83,6 +83,8 @@ def form_of_agent(function: str | None = None, command: str | None = None) -> En
         words = shlex.split(command or "")
         return EnvironmentForm(lambda: _ProgramAgent(words))  # type: ignore[return-value,arg-type]
     module, _, name = function.rpartition(":")
+    if not module:
+        raise ValueError(f"expected FILE.py:FUNCTION, not '{function}'")
     play = load_callable(module, name)
     parameters = inspect.signature(play).parameters
     client = None

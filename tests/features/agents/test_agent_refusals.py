@@ -60,6 +60,10 @@ def test_flags_of_environments_that_agents_have_too():
             "--chat_template chatml --max_prompt_seq_len 40 --agent none.py:f",
             "--agent none.py:f: cannot be used",
         ),
+        (
+            "--chat_template chatml --max_prompt_seq_len 40 --agent mine.py",
+            "expected FILE.py:FUNCTION, not 'mine.py'",
+        ),
     ],
 )
 def test_a_wrong_evaluation_is_refused_in_a_line(assets, words, said, capsys):
