@@ -134,7 +134,7 @@ def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
         _select_fused(engine, module, ids)
     reason = reason_not_to_pack(module.backbone, module.layout.attention)
     if reason is None and module.given_source is not None:
-        reason = module.given_source.reason_not_to_pack
+        reason = module.given_source.reason_to_pad
     in_one_call = False
     if reason is None:
         reason, in_one_call = _select_packed(engine, module, ids)

@@ -141,7 +141,10 @@ def check_engine(
     device = next(model.parameters()).device
     vocabulary = vocabulary_size(model)
     if engine == "continuous":
-        reason = of_any_rank(reason_unsupported(model), device)
+        reason = reason_unsupported(model)
+        if source is not None and source.reason_to_pad is not None:
+            reason = source.reason_to_pad
+        reason = of_any_rank(reason, device)
         if reason:
             return 0.0, reason
     prompts = check_prompts(model, vocabulary, device)

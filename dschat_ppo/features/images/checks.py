@@ -33,8 +33,6 @@ _WAYS_OUT = {
     ),
     "reference": "omit the flag, so that the reference is the actor before training",
 }
-# model types
-_OF_STEP_3 = ("idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl", "llava", "internvl")
 _USES = ("preference", "unpaired")  # what step 2 reads beside images: pairs and labelled answers
 # flags of step 3 with which prompts come about, or are generated for, in ways that have no images
 _WITHOUT_IMAGES = (
@@ -58,7 +56,6 @@ def check_trained_model(config: StepConfig, model_config: PretrainedConfig, mode
         "quantised weights (--load_in_4bit, --load_in_8bit)": config.frozen_bits > 0,
         "teachers and judges": bool(config.further_models),
         "--resize_vocabulary": config.run.resize_vocabulary,
-        "step 3": isinstance(config, PPOConfig) and model_config.model_type not in _OF_STEP_3,
     }
     for name in _WITHOUT_IMAGES:
         reasons[f"--{name}"] = bool(config.value(name))

@@ -54,11 +54,11 @@ class ImageStore:
         self._lock = Lock()
         self._prompts = list[Dataset]()  # data sets of prompts, in the order of their numbers
         self.tower_calls = 0
-        self.reason_not_to_pack: str | None = None
+        self.reason_to_pad: str | None = None
         if tower.family.both_ways:
-            self.reason_not_to_pack = (
-                "the tokens of an image see each other both ways, for which packed rows and shared"
-                " prompts have no mask"
+            self.reason_to_pad = (
+                "the tokens of an image see each other both ways, as only the mask of padded rows"
+                " says"
             )
 
     @property
@@ -232,9 +232,9 @@ class ImageStore:
 
         row_columns = columns - (len(columns) - lengths).unsqueeze(1)  # below 0 in the padding
         is_image = (index.gather(1, row_columns.clamp_min(0)) >= 0) & prompts.prompt_mask
-        placeholder = self._processor.placeholder_id
-        ids = torch.where(prompts.prompt_ids == placeholder, 0, prompts.prompt_ids)
-        ids = torch.where(is_image, placeholder, ids)
+        image_id = self._processor.image_id
+        ids = torch.where(prompts.prompt_ids == image_id, 0, prompts.prompt_ids)
+        ids = torch.where(is_image, image_id, ids)
         return replace(prompts, prompt_ids=ids), given
 
     def _of_row(self, references: tuple[str, ...]) -> RowFeatures:

@@ -7,7 +7,6 @@ from functools import partial
 from transformers import AutoModelForImageTextToText, PretrainedConfig
 
 from dschat_ppo.config.step_config import StepConfig
-from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.features.images.tower import reason_not_supported, sees_images, take_out_tower
 from dschat_ppo.models.lm_kinds import LMKind
 
@@ -19,9 +18,8 @@ OF_IMAGES_OR_TEXT = LMKind(
 
 
 def kinds_of(config: StepConfig) -> tuple[LMKind, ...]:
-    """The kind of these models. Step 3 trains those that are language models of text too on
-    text."""
-    if isinstance(config, FitConfig) and config.value("with_images"):
+    """The kind of these models."""
+    if config.value("with_images"):
         return (OF_IMAGES_OR_TEXT,)
     return (OF_IMAGES,)
 

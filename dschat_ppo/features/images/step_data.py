@@ -12,7 +12,6 @@ from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.config.step_config import StepConfig
-from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.data.content_marks import mark_of
 from dschat_ppo.data.templates import render
 from dschat_ppo.errors import UserError, reading
@@ -66,13 +65,11 @@ def _refuse_flags_of_images(config: StepConfig, model_config: PretrainedConfig, 
     name = type(model_config).__name__
     way_out = f"{name} sees no images; omit it, or take another model"
     if model_config.model_type in FAMILIES:
-        way_out = f"step 3 trains {name} on text so far; omit it"
-        if isinstance(config, FitConfig):
-            way_out = "add --with_images True"
-            logger().info(
-                f"data: {name} sees images too, but is trained on text; --with_images True trains"
-                " it on both"
-            )
+        way_out = "add --with_images True"
+        logger().info(
+            f"data: {name} sees images too, but is trained on text; --with_images True trains it on"
+            " both"
+        )
     asked = {"--image_column": flags.image_column, "--with_images": flags.with_images or None}
     for flag, value in asked.items():
         if value is not None:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.config.step_config import StepConfig
-from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.model_folders import base_folder
@@ -77,10 +76,8 @@ def sees_images(config: PretrainedConfig, is_asked: bool = False) -> bool:
 
 
 def trains_with_images(config: StepConfig, model_config: PretrainedConfig) -> bool:
-    """Whether a run with these flags trains a model of `model_config` with images. Step 3 trains
-    those that are language models of text too on text."""
-    is_asked = isinstance(config, FitConfig) and bool(config.value("with_images"))
-    return sees_images(model_config, is_asked)
+    """Whether a run with these flags trains a model of `model_config` with images."""
+    return sees_images(model_config, bool(config.value("with_images")))
 
 
 def reason_not_supported(config: PretrainedConfig) -> str | None:

@@ -23,6 +23,7 @@ class ProcessorByHand:
         self.config = config
         self.placeholder_id = config.image_token_id
         self.image_id = config.image_token_id
+        self.placeholder_ids = (config.image_token_id,)
 
     def joined(self, left: int, right: int) -> None:
         """Its tokens are as they are."""

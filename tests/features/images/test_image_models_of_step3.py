@@ -10,14 +10,13 @@ from features.images.image_runs import flags_of_prompts, write_pictures, write_r
 from one_rank import one_rank  # noqa: F401
 from safetensors.torch import load_file, save_file
 from tiny_vlms import save_tiny_vlm
-from transformers import Lfm2VlConfig
 
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.errors import UserError
-from dschat_ppo.features.images.checks import check_readers, check_trained_model
+from dschat_ppo.features.images.checks import check_readers
 from dschat_ppo.features.images.given_embeddings import sources_of_roles
 from dschat_ppo.features.images.lm_kinds import OF_IMAGES
 from dschat_ppo.features.images.step_data import read_by_model
@@ -25,7 +24,6 @@ from dschat_ppo.models.adapters.settings import AdapterSettings
 from dschat_ppo.models.loading import (
     ModelChanges,
     load_causal_lm,
-    load_config,
     load_sequence_classifier,
 )
 from dschat_ppo.models.saving import SavedForm, parts_beside, save_model
@@ -170,13 +168,6 @@ def test_a_reward_model_with_other_image_settings_is_refused(step3, tmp_path):
     folders = replace(folders, critic=None, reward=str(tmp_path))
     with pytest.raises(UserError, match="other settings than the actor's, so"):
         check_readers(config, folders, step3.rows, step3.tokenizer)
-
-
-def test_families_that_step_3_takes(step3):
-    config, _ = with_critic(step3, "reward")
-    check_trained_model(config, load_config(str(step3.folder / "actor"), "model"), "actor")
-    with pytest.raises(UserError, match="Lfm2VlConfig sees images, .* go with step 3 yet"):
-        check_trained_model(config, Lfm2VlConfig(), "actor")
 
 
 def test_an_actor_of_text_has_no_images(step3, assets):

@@ -80,7 +80,7 @@ def each_row_alone(whole, masks, alone):
 def test_log_probs_are_those_of_each_row_alone(trained, way):
     """And gradients."""
     policy, batch, expected, gradients = trained
-    if WAYS[way]["packed"] and policy.given_source.reason_not_to_pack is not None:
+    if WAYS[way]["packed"] and policy.given_source.reason_to_pad is not None:
         pytest.skip("it runs padded rows alone")
     policy.layout = replace(policy.layout, **WAYS[way])
     policy.zero_grad()
@@ -102,7 +102,7 @@ def test_log_probs_are_those_of_each_row_alone(trained, way):
 
 def test_a_probe_with_an_image_selects_packed_rows_with_shared_prompts(trained):
     policy, batch, *_ = trained
-    if policy.given_source.reason_not_to_pack is not None:
+    if policy.given_source.reason_to_pad is not None:
         pytest.skip("it runs padded rows alone")
     seen = []
     hook = policy.backbone.register_forward_pre_hook(

@@ -13,16 +13,17 @@ from features.images.image_runs import (
     write_pictures,
     write_rows,
 )
+from features.images.lfm2_by_hand import by_hand
 from one_rank import one_rank  # noqa: F401
 from tiny_experience import record
 from tiny_vlms import save_tiny_vlm
 from transformers import AutoModelForImageTextToText
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
+from dschat_ppo.features.images import processors
 from dschat_ppo.features.images.columns import ROW_OF_IMAGES
 from dschat_ppo.features.images.given_embeddings import source_of
-from dschat_ppo.features.images.lm_kinds import OF_IMAGES
-from dschat_ppo.models.loading import ModelChanges, load_causal_lm, load_sequence_classifier
+from dschat_ppo.models.loading import changes_to_train, load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo.mini_dataset import MiniDataset
@@ -78,19 +79,25 @@ def experience_of(batch):
     )
 
 
-BEFORE_A_RELEASE = [pytest.param(name, marks=pytest.mark.release) for name in ("llava", "internvl")]
+BEFORE_A_RELEASE = [
+    pytest.param(name, marks=pytest.mark.release)
+    for name in ("qwen3_5", "llava", "internvl", "lfm2_vl")
+]
 
 
-@pytest.fixture(scope="module", params=["smolvlm", "qwen3_vl", *BEFORE_A_RELEASE])
+@pytest.fixture(scope="module", params=["smolvlm", "qwen3_vl", "gemma3", *BEFORE_A_RELEASE])
 def step3(request, tmp_path_factory):
     """A policy and a critic without their towers, rows of their step, transformers' whole model,
     and what it takes of each row."""
     folder = tmp_path_factory.mktemp(request.param)
     vlm = save_tiny_vlm(folder / "vlm", request.param)
     write_pictures(folder)
-    prompts, config, tokenizer = prepared_prompts(vlm, write_rows(folder, ROWS))
-    source = source_of(config, str(vlm), tokenizer, torch.device("cpu"))
-    changes = ModelChanges(kinds=(OF_IMAGES,))
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "lfm2_vl":
+            patch.setattr(processors, "load_processor", by_hand)
+        prompts, config, tokenizer = prepared_prompts(vlm, write_rows(folder, ROWS))
+        source = source_of(config, str(vlm), tokenizer, torch.device("cpu"))
+    changes = changes_to_train(config)
     policy = PolicyModel(load_causal_lm(str(vlm), "fp32", None, changes)).eval()
     torch.manual_seed(1)
     critic = ScalarModel(load_sequence_classifier(str(vlm), "fp32", None, True, changes)).eval()
@@ -129,6 +136,9 @@ def values_alone(step3, head):
 
 
 def set_way(step3, way):
+    """Run rows in one of `WAYS`."""
+    if WAYS[way]["packed"] and step3.policy.given_source.reason_to_pad is not None:
+        pytest.skip("it runs padded rows alone")
     for model in (step3.policy, step3.critic):
         model.layout = replace(model.layout, **WAYS[way])
 
@@ -194,9 +204,14 @@ def test_gradients_of_an_update_are_those_of_each_row_alone(step3, way, budget):
 
 
 def assert_same_gradients(decoder, whole):
+    """Those of Qwen3.5's states, sums over chunks of tokens, relative to their norm."""
     gradients = {name: weight.grad for name, weight in whole.named_parameters()}
     for name, weight in decoder.named_parameters():
-        torch.testing.assert_close(weight.grad, gradients[name], atol=2e-5, rtol=1e-4, msg=name)
+        if whole.config.model_type == "qwen3_5":
+            error = (weight.grad - gradients[name]).norm() / gradients[name].norm()
+            assert error < 3e-4, name
+        else:
+            torch.testing.assert_close(weight.grad, gradients[name], atol=2e-5, rtol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("way", WAYS)

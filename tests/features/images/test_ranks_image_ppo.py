@@ -52,7 +52,8 @@ def runs(tmp_path_factory):
     write_pictures(folder / "pairs")
     pairs = write_rows(folder / "pairs", PAIRS)
     (folder / "letters.py").write_text(REWARD)
-    vlms = {family: save_tiny_vlm(folder / family, family) for family in ("idefics3", "qwen3_vl")}
+    families = {"ppo": "qwen3_vl", "grpo": "idefics3", "gemma": "gemma3", "qwen": "qwen3_5"}
+    vlms = {family: save_tiny_vlm(folder / family, family) for family in families.values()}
     words = flags(vlms["qwen3_vl"], pairs, "--objective", "reward", "--max_steps", "1")
     words[words.index("1,0,0")] = "0,1,0"
     words[words.index("--output_dir") + 1] = str(folder / "reward")
@@ -62,7 +63,6 @@ def runs(tmp_path_factory):
     critic = ["--critic_model_name_or_path", str(folder / "reward"), "--critic_zero_stage"]
     stage = "--actor_zero_stage"
     no_cache = ["--image_cache_gb", "0"]
-    families = {"ppo": "qwen3_vl", "grpo": "idefics3"}
     cases = {
         "ppo": [*critic, "3", stage, "3", "--enable_ema", "True"],
         "ppo_stage2": [*critic, "2", stage, "2"],
@@ -75,6 +75,9 @@ def runs(tmp_path_factory):
         "ppo_alone": [*critic, "0", stage, "0"],
         "grpo_alone": [*GRPO, *function, stage, "0"],
     }
+    for name in ("gemma", "qwen"):
+        cases[name] = [*GRPO, *function, stage, "3"]
+        cases[f"{name}_alone"] = cases["grpo_alone"]
     for ranks in (1, 2):
         of_ranks = {}
         for name, further in cases.items():
@@ -111,7 +114,14 @@ def test_a_resumed_run_has_the_bits_of_the_whole_one(runs, name):
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("ppo", "ppo_stage2"), ("ppo", "ppo_alone"), ("grpo", "grpo_stage0"), ("grpo", "grpo_alone")],
+    [
+        ("ppo", "ppo_stage2"),
+        ("ppo", "ppo_alone"),
+        ("grpo", "grpo_stage0"),
+        ("grpo", "grpo_alone"),
+        ("gemma", "gemma_alone"),
+        ("qwen", "qwen_alone"),
+    ],
 )
 def test_zero_stages_and_ranks_do_not_change_the_run(runs, one, other):
     for of_one, of_other in zip(numbers_of(runs / one), numbers_of(runs / other), strict=True):
