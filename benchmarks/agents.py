@@ -43,7 +43,7 @@ from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.ppo.rollouts import RolloutExtension, RolloutTask, own_rollouts
 from dschat_ppo.rollout.generation_request import GenerationConfig
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
-from dschat_ppo.tools.evaluate_models import ModelGeneration
+from dschat_ppo.tools.evaluated_model import ModelGeneration
 from dschat_ppo.types import Rollout
 
 PROMPTS, SAMPLES, TINY_SAMPLES = 8, 8, 1

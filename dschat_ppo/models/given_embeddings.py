@@ -3,13 +3,16 @@ of an image."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from datasets import Dataset
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from dschat_ppo.config.feature_flags import HasFeatures
+from dschat_ppo.features import hooks
 from dschat_ppo.types import PromptBatch, Rollout
 
 
@@ -100,6 +103,30 @@ class GivenSource(Protocol):
         """Prompts with some tokens replaced, and noise that is given for these: in one place, in
         two, or nowhere in short ones. With them generation is checked."""
         ...
+
+
+def sources_of_roles(
+    features: HasFeatures,
+    folders: Mapping[str, str],
+    dtype: str,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+) -> Mapping[str, GivenSource]:
+    """Where that comes from which models get in place of the embeddings of some ids, by role. A
+    feature offers `given_embeddings.sources_of_roles` with these arguments; {}: it has none.
+
+    Args:
+        features: the flags of a run or of a tool.
+        folders: role -> folder, the model that answers prompts first, as "actor".
+        dtype: of weights that run for it, "bf16", "fp16" or "fp32".
+        tokenizer: of the model that answers.
+        device: where they run.
+    """
+    for sources_of in hooks("given_embeddings.sources_of_roles"):
+        sources: Mapping[str, GivenSource] = sources_of(features, folders, dtype, tokenizer, device)
+        if sources:
+            return sources
+    return {}
 
 
 def of_prompts(given: GivenPrompts, chosen: Sequence[int]) -> GivenPrompts:

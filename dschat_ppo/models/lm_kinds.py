@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from dschat_ppo.config.feature_flags import HasFeatures
+from dschat_ppo.features import hooks
+
 
 @dataclass(frozen=True)
 class LMKind:
@@ -38,6 +41,15 @@ def leave_whole(model: PreTrainedModel) -> None:
 
 
 CAUSAL = LMKind(lambda config: True, AutoModelForCausalLM, leave_whole)
+
+
+def further_kinds(features: HasFeatures) -> tuple[LMKind, ...]:
+    """The kinds of language models that a run or a tool with these flags takes, beside causal ones.
+    A feature offers its own as `lm_kinds.kinds_of(features)`."""
+    kinds = list[LMKind]()
+    for kinds_of in hooks("lm_kinds.kinds_of"):
+        kinds += kinds_of(features)
+    return tuple(kinds)
 
 
 def kind_of_lm(config: PretrainedConfig, kinds: Sequence[LMKind]) -> LMKind:

@@ -27,7 +27,6 @@ from dschat_ppo.common.logging import log_once, logger
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError, reading
-from dschat_ppo.features import hooks
 from dschat_ppo.models.adapters.adding import adapt, check_adapter, report_adapter, saves_head
 from dschat_ppo.models.adapters.layers import quantising_options, zero3_announced
 from dschat_ppo.models.adapters.settings import AdapterSettings, adapter_settings
@@ -42,7 +41,7 @@ from dschat_ppo.models.architectures import (
     first_position,
     lm_head_names,
 )
-from dschat_ppo.models.lm_kinds import CAUSAL, LMKind, kind_of_lm, leave_whole
+from dschat_ppo.models.lm_kinds import CAUSAL, LMKind, further_kinds, kind_of_lm, leave_whole
 from dschat_ppo.models.model_folders import SCORE, base_folder, check_settings, without_code
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.vocabulary import grow_vocabulary
@@ -114,12 +113,8 @@ def changes_to_train(
 
 
 def frozen_changes(config: StepConfig) -> ModelChanges:
-    """What the flags change in a model that does not train. A feature offers the kinds of language
-    models that it lets a run take as `lm_kinds.kinds_of(config)`."""
-    kinds = list[LMKind]()
-    for kinds_of in hooks("lm_kinds.kinds_of"):
-        kinds += kinds_of(config)
-    return ModelChanges(resize=config.run.resize_vocabulary, kinds=tuple(kinds))
+    """What the flags change in a model that does not train."""
+    return ModelChanges(resize=config.run.resize_vocabulary, kinds=further_kinds(config))
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from dschat_ppo.monitor.early_stop import warn_of_few_evaluations
 from dschat_ppo.ppo.components import PPOData
 from dschat_ppo.ppo.generation_settings import check_stop_ids
 from dschat_ppo.ppo.own_algorithms import check_own_functions
-from dschat_ppo.ppo.prompt_contents import prompt_content
+from dschat_ppo.ppo.prompt_contents import PromptReader, check_readers, prompt_content
 from dschat_ppo.ppo.rollouts import described_tools
 from dschat_ppo.rewards.build_rewards import (
     CheckedFunction,
@@ -272,10 +272,9 @@ def _check_use_of_rows(
     rows: TokenRows,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Check that the routes of reward sources and of the models of features lead to prompts, and
-    that the data have the columns that reward functions and features take. A feature offers its
-    check as `checks.check_rows(config, rows)`, and one of the models that read the prompts as
-    `checks.check_readers(config, folders, rows, the actor's tokenizer)`."""
+    """Check that the routes of reward sources and of the models of features lead to prompts, that
+    the data have the columns that reward functions and features take, and that the other models can
+    read what the actor reads. A feature offers its check as `checks.check_rows(config, rows)`."""
     data_rows = rows.at_hand["row"]
     are_all_rows = len(rows.at_hand) == len(rows.train)
     routes = further_routes(config, config.further_models)
@@ -290,8 +289,23 @@ def _check_use_of_rows(
         check_columns(of_evaluation, "--eval_data_path", rows.eval["row"], further)
         for check_rows in hooks("checks.check_rows"):
             check_rows(config, rows.eval["row"])
-    for check_readers in hooks("checks.check_readers"):
-        check_readers(config, folders, rows, tokenizer)
+    prompts = [data for data in (rows.at_hand, rows.eval) if data is not None]
+    check_readers(config, folders.actor, readers_of(config, folders), prompts, tokenizer)
+
+
+def readers_of(config: PPOConfig, folders: ModelFolders) -> list[PromptReader]:
+    """The models that read the prompts beside the actor."""
+    readers = list[PromptReader]()
+    for role in ("reward", "critic", "reference"):
+        folder = vars(folders)[role]
+        if folder is None:
+            continue
+        flag, _ = config.models[role]
+        sources: Sequence[str] = ()
+        if role == "reward":
+            sources = config.rewards.reward_model_sources
+        readers.append(PromptReader(role, flag, folder, sources))
+    return readers
 
 
 def show_ppo_batches(config: PPOConfig, plan: PPOPlan) -> None:

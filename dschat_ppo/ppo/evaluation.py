@@ -187,7 +187,7 @@ def evaluated_prompts(
         kl: of each response, see `EvaluatedPrompt`.
     """
     samples = len(rollout.response_ids) // len(indices)
-    prompts = requests.shown_prompts(rollout, len(indices))
+    prompts = requests.readable_prompts(rollout, indices)
     answers = [response.spoken for response in responses]
     finals = [response.final for response in responses]
     names: list[str | None] = [None] * len(indices)

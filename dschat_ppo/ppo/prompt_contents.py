@@ -3,15 +3,18 @@ images themselves as arguments of functions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.data.content_marks import PLACE, with_places
-from dschat_ppo.data.examples import MESSAGES, Row
+from dschat_ppo.config.feature_flags import HasFeatures
+from dschat_ppo.data.content_marks import PLACE, has_marks, in_parts, with_places
+from dschat_ppo.data.examples import MESSAGES, Messages, Row
 from dschat_ppo.features import hooks
 
 
@@ -23,13 +26,48 @@ class PromptContent:
     Attributes:
         spans: (start, end) of the tokens of each item in the prompt, in order.
         arguments: what reward functions get that name these arguments.
+        parts: of each item, the part of a chat message by which a data row holds it.
+        described: makes a few words on each item, for people; None: there are no items.
     """
 
     spans: Sequence[tuple[int, int]] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    parts: Sequence[Mapping[str, Any]] = ()
+    described: Callable[[], Sequence[str]] | None = None
 
 
 TEXT_ALONE = PromptContent()
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """A model that reads the prompts which another one answers."""
+
+    role: str  # "reference", "critic" or "reward"
+    flag: str
+    folder: str
+    sources: Sequence[str] = ()  # data sources whose prompts it reads; (): all of them
+
+
+def check_readers(
+    features: HasFeatures,
+    folder: str,
+    readers: Sequence[PromptReader],
+    prompts: Sequence[Dataset],
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Check that models can read what prompts hold besides text, before models are loaded. A
+    feature offers `checks.check_readers` with these arguments, which raises `UserError`.
+
+    Args:
+        features: the flags of a run or of a tool.
+        folder: of the model that answers the prompts.
+        readers: the other models.
+        prompts: token rows.
+        tokenizer: of the model that answers.
+    """
+    for check_readers_of_feature in hooks("checks.check_readers"):
+        check_readers_of_feature(features, folder, readers, prompts, tokenizer)
 
 
 def prompt_content(record: Mapping[str, Any]) -> PromptContent:
@@ -51,6 +89,27 @@ def shown_row(row: Row, content: PromptContent) -> Row:
     return {**row, MESSAGES: messages}
 
 
+def written_prompt(record: Mapping[str, Any], text: str) -> str | Messages:
+    """The prompt of a token row as training data hold it: its chat messages, with all items in
+    their places, or else its `text`."""
+    messages = json.loads(record["row"]).get(MESSAGES)
+    if messages is None:
+        return text
+    parts = iter(prompt_content(record).parts)
+    written = []
+    for message in messages:
+        if has_marks(message["content"]):
+            content = list[Mapping[str, Any]]()
+            for part in in_parts(message["content"]):
+                if part["type"] == "image":
+                    content.append(next(parts))
+                else:
+                    content.append(part)
+            message = {**message, "content": content}
+        written.append(message)
+    return written
+
+
 def shown_prompts(
     tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor, contents: Sequence[PromptContent]
 ) -> list[str]:
@@ -63,23 +122,58 @@ def shown_prompts(
         mask: (B, P) bool, True on prompt tokens.
         contents: of the prompts.
     """
-    pieces = list[list[int]]()  # of all rows: what is between items
-    counts = []
+    rows = list[list[list[int]]]()
+    for pieces in _between_items(ids, mask, contents):
+        first = pieces[0]
+        # with it, tokenizers such as Llama's put a space before the text
+        if tokenizer.bos_token_id is not None and first[:1] == [tokenizer.bos_token_id]:
+            first = first[1:]
+        rows.append([first, *pieces[1:]])
+    places = [[PLACE] * len(content.spans) for content in contents]
+    return _decoded(tokenizer, rows, places, skip_special_tokens=False)
+
+
+def readable_prompts(
+    tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor, contents: Sequence[PromptContent]
+) -> list[str]:
+    """The text of each prompt without special tokens, as people read it: with a few words in the
+    place of each item. Arguments as `shown_prompts`."""
+    places = list[Sequence[str]]()
+    for content in contents:
+        places.append(content.described() if content.described else ())
+    rows = _between_items(ids, mask, contents)
+    return _decoded(tokenizer, rows, places, skip_special_tokens=True)
+
+
+def _between_items(
+    ids: Tensor, mask: Tensor, contents: Sequence[PromptContent]
+) -> list[list[list[int]]]:
+    """The ids of each prompt before, between and after its items. Arguments as `shown_prompts`."""
+    rows = list[list[list[int]]]()
     for row_ids, row_mask, content in zip(ids.cpu(), mask.cpu(), contents, strict=True):
         tokens = row_ids[row_mask].tolist()
+        pieces = list[list[int]]()
         begin = 0
-        # with it, tokenizers such as Llama's put a space before the text
-        if tokenizer.bos_token_id is not None and tokens[:1] == [tokenizer.bos_token_id]:
-            begin = 1
         for start, end in content.spans:
             pieces.append(tokens[begin:start])
             begin = end
-        pieces.append(tokens[begin:])
-        counts.append(len(content.spans) + 1)
-    texts = tokenizer.batch_decode(pieces, skip_special_tokens=False)
-    shown_prompts = []
-    first = 0
-    for count in counts:
-        shown_prompts.append(PLACE.join(texts[first : first + count]))
-        first += count
-    return shown_prompts
+        rows.append([*pieces, tokens[begin:]])
+    return rows
+
+
+def _decoded(
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Sequence[list[int]]],
+    places: Sequence[Sequence[str]],
+    skip_special_tokens: bool,
+) -> list[str]:
+    """The text of the pieces of each row, with that of a place between each two."""
+    pieces = [piece for row in rows for piece in row]
+    texts = iter(tokenizer.batch_decode(pieces, skip_special_tokens=skip_special_tokens))
+    prompts = []
+    for row, places_of_row in zip(rows, places, strict=True):
+        prompt = next(texts)
+        for _, place in zip(row[1:], places_of_row, strict=True):
+            prompt += place + next(texts)
+        prompts.append(prompt)
+    return prompts

@@ -35,10 +35,11 @@ from dschat_ppo.ppo.prompt_contents import (
     TEXT_ALONE,
     PromptContent,
     prompt_content,
+    readable_prompts,
     shown_prompts,
     shown_row,
 )
-from dschat_ppo.ppo.response_texts import response_texts, texts_of
+from dschat_ppo.ppo.response_texts import response_texts
 from dschat_ppo.ppo.rollouts import RolloutExtension
 from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.rewards.reward_source import FailedRows, RewardMixture, RewardRequest
@@ -103,14 +104,12 @@ class RewardRequests:
         arguments = [content.arguments for content in contents]
         return RewardRequest(rows, groups, decode, steps_done, arguments)
 
-    def shown_prompts(self, rollout: Rollout, count: int) -> list[str]:
-        """The `count` prompts of a rollout, without special tokens."""
-        each = slice(None, None, len(rollout.prompt_ids) // count)
-        return texts_of(
-            self.tokenizer,
-            rollout.prompt_ids[each],
-            rollout.prompt_mask[each],
-            skip_special_tokens=True,
+    def readable_prompts(self, rollout: Rollout, indices: Sequence[int]) -> list[str]:
+        """The prompts of a rollout, which are those at `indices`, without special tokens."""
+        each = slice(None, None, len(rollout.prompt_ids) // len(indices))
+        contents = [prompt_content(self.prompts[index]) for index in indices]
+        return readable_prompts(
+            self.tokenizer, rollout.prompt_ids[each], rollout.prompt_mask[each], contents
         )
 
     def count_failed_rows(self) -> FailedRows:

@@ -21,8 +21,7 @@ from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.errors import counted
-from dschat_ppo.features import hooks
-from dschat_ppo.models.given_embeddings import GivenSource
+from dschat_ppo.models.given_embeddings import GivenSource, sources_of_roles
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.saving import (
     SavedForm,
@@ -125,9 +124,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
 def given_sources(
     config: PPOConfig, folders: ModelFolders, tokenizer: PreTrainedTokenizerBase
 ) -> Mapping[str, GivenSource]:
-    """Where that comes from which models get in place of the embeddings of some ids, by role. A
-    feature offers `given_embeddings.sources_of_roles(config, role -> folder, the actor's tokenizer,
-    device)`; {}: it has none."""
+    """`sources_of_roles` of the models in these folders."""
     folders_of_roles = {"actor": folders.actor}
     if config.has_reference:
         folders_of_roles["reference"] = folders.reference or folders.actor
@@ -135,13 +132,7 @@ def given_sources(
         folders_of_roles["critic"] = folders.critic
     if folders.reward is not None:
         folders_of_roles["reward"] = folders.reward
-    for sources_of_roles in hooks("given_embeddings.sources_of_roles"):
-        sources: Mapping[str, GivenSource] = sources_of_roles(
-            config, folders_of_roles, tokenizer, dist.device()
-        )
-        if sources:
-            return sources
-    return {}
+    return sources_of_roles(config, folders_of_roles, config.run.dtype, tokenizer, dist.device())
 
 
 def build_components(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from dschat_ppo.config.data_flags import StepData
+from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError
 from dschat_ppo.features import hooks
@@ -45,12 +46,24 @@ def check_language_model(
 
 
 def data_of_model(config: StepConfig, folder: str, tokenizer: PreTrainedTokenizerBase) -> StepData:
-    """What a step reads of its data, for the model in `folder` that trains. A feature offers
-    `step_data.read_by_model(config, data, folder, tokenizer)`, which gives `data` with content that
-    this model takes besides text."""
-    data = config.step_data
-    for read_by_model in hooks("step_data.read_by_model"):
-        data = read_by_model(config, data, folder, tokenizer)
+    """What a step reads of its data, for the model in `folder` that trains."""
+    return read_by_model(config, config.step_data, folder, tokenizer)
+
+
+def read_by_model(
+    features: HasFeatures, data: StepData, folder: str, tokenizer: PreTrainedTokenizerBase
+) -> StepData:
+    """`data` with content that the model in `folder` takes besides text. A feature offers
+    `step_data.read_by_model` with these arguments.
+
+    Args:
+        features: the flags of a run or of a tool.
+        data: what is read of the data.
+        folder: of the model that trains, or that answers the prompts.
+        tokenizer: of that model.
+    """
+    for read_by_feature in hooks("step_data.read_by_model"):
+        data = read_by_feature(features, data, folder, tokenizer)
     return data
 
 

@@ -16,12 +16,17 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.data.encode import encode_prompt
 from dschat_ppo.data.templates import Messages, with_template_flags
 from dschat_ppo.errors import UserError, escaped
+from dschat_ppo.features import hooks
 from dschat_ppo.html_report.run_folder import short_names
 from dschat_ppo.models.architectures import first_position
+from dschat_ppo.models.lm_kinds import further_kinds
 from dschat_ppo.models.loading import (
+    AS_SAVED,
+    ModelChanges,
     check_causal_lm,
     check_sequence_classifier,
     load_causal_lm,
@@ -54,12 +59,31 @@ class CheckedModel:
     is_for_text: bool = False
 
 
+def changes_of_tool(features: HasFeatures) -> ModelChanges:
+    """What the flags of a tool change in the models that it loads."""
+    return ModelChanges(kinds=further_kinds(features))
+
+
 def checked_models(
-    names: Sequence[tuple[str, str]], data: DataFlags | None, is_scorer: bool = False
+    names: Sequence[tuple[str, str]],
+    data: DataFlags | None,
+    is_scorer: bool = False,
+    features: HasFeatures | None = None,
 ) -> list[CheckedModel]:
-    """Check language models, or reward models, without reading their weights. `names` holds the
-    flag that names each model, and its folder or hub name; `data` gives the chat template, None for
-    the tokenizer's."""
+    """Check language models, or reward models, without reading their weights. A feature offers
+    `checks.check_answering_model(features, configuration of the model, its flag and folder)`, which
+    raises `UserError`.
+
+    Args:
+        names: the flag that names each model, and its folder or hub name.
+        data: gives the chat template; None: it is the tokenizer's.
+        is_scorer: whether they are reward models.
+        features: the flags of the tool whose models answer, or score what is answered; None: the
+            models are of text, and no feature checks them.
+    """
+    changes = AS_SAVED
+    if features is not None:
+        changes = changes_of_tool(features)
     models = []
     labels = short_names([Path(name) for _, name in names])
     for (flag, name), label in zip(names, labels, strict=True):
@@ -70,9 +94,12 @@ def checked_models(
             tokenizer = with_template_flags(tokenizer, data)
         check_vocabulary(tokenizer, config, flag, folder)
         if is_scorer:
-            check_sequence_classifier(folder, new_head=False)
+            check_sequence_classifier(folder, False, changes)
         else:
-            check_causal_lm(folder)
+            check_causal_lm(folder, changes)
+        if features is not None and not is_scorer:
+            for check_answering_model in hooks("checks.check_answering_model"):
+                check_answering_model(features, config, f"{flag} {folder}")
         models.append(CheckedModel(name, label, flag, folder, tokenizer))
     return models
 

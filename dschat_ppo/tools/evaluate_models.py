@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from dschat_ppo.algorithms.evaluation_statistics import wilson_interval, win_shares
 from dschat_ppo.common import dist
@@ -20,13 +17,12 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import PromptColumn, StepData
 from dschat_ppo.config.feature_needs import FurtherModel
 from dschat_ppo.data.cache import token_key
-from dschat_ppo.data.examples import MESSAGES
+from dschat_ppo.data.examples import Messages
 from dschat_ppo.data.prepare import prepare
-from dschat_ppo.errors import UserError, in_one_line, without_credentials
+from dschat_ppo.errors import UserError, without_credentials
 from dschat_ppo.features import hooks
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier, require_length
-from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.planner.number_format import dtype_for_tool
 from dschat_ppo.ppo.evaluation import (
@@ -36,22 +32,22 @@ from dschat_ppo.ppo.evaluation import (
     summary,
     summary_by_data_set,
 )
-from dschat_ppo.ppo.generation_settings import end_ids, greedily
+from dschat_ppo.ppo.prompt_contents import (
+    PromptReader,
+    check_readers,
+    prompt_content,
+    written_prompt,
+)
 from dschat_ppo.ppo.rollouts import (
-    RolloutExtension,
     RolloutTask,
-    SampleRollout,
     any_observes,
     described_tools,
-    extended,
-    own_rollouts,
     reward_sources_of,
     start_extensions,
 )
 from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.rewards.build_rewards import (
     CheckedFunction,
-    build_sources,
     check_columns,
     check_routes,
     check_sources,
@@ -60,30 +56,24 @@ from dschat_ppo.rewards.build_rewards import (
     further_routes,
     sources_with_models,
 )
-from dschat_ppo.rewards.learned_reward import model_reward
-from dschat_ppo.rewards.reward_source import RewardMixture, RewardSource
-from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
-from dschat_ppo.rollout.generator import generate, generate_calls
-from dschat_ppo.rollout.partners import CallPartner, Partner, ReservedSequences
-from dschat_ppo.rollout.sampling import StoppingCriteria
-from dschat_ppo.rollout.self_check import choose_engine
-from dschat_ppo.tools.chat_model import CheckedModel, checked_models
+from dschat_ppo.rewards.reward_source import RewardSource
+from dschat_ppo.rollout.generation_request import GenerationConfig
+from dschat_ppo.run.run_models import read_by_model
+from dschat_ppo.tools.chat_model import CheckedModel, changes_of_tool, checked_models
+from dschat_ppo.tools.evaluated_model import (
+    LoadedReward,
+    generation_configs,
+    given_source,
+    reward_mixture,
+    rollouts_of,
+)
 from dschat_ppo.tools.evaluation_results import Evaluated, Result, Share
 from dschat_ppo.tools.sampling_settings import EvaluationRequest
-from dschat_ppo.types import PromptBatch, Rollout, to_device
 
 REWARD_FLAG = "--reward_model_name_or_path"
 LIMITS = "--max_prompt_seq_len + --max_tokens"
 PREFIX = "eval/"  # of the metrics of `summary`
 UNSCORED = ("length_mean", "ended_share")  # metrics that need no reward
-
-
-@dataclass(frozen=True)
-class LoadedReward:
-    """The learned reward."""
-
-    checked: CheckedModel
-    model: ScalarModel
 
 
 def evaluate_models(request: EvaluationRequest) -> Evaluated:
@@ -97,20 +87,26 @@ def evaluate_models(request: EvaluationRequest) -> Evaluated:
     if rewards is not None:
         functions = check_sources(rewards)
         checked_services(request.features)  # fails here if one cannot be asked
-    models = checked_models([("--model", name) for name in args.model], request.prompts)
+    features = request.features
+    models = checked_models(
+        [("--model", name) for name in args.model], request.prompts, features=features
+    )
     longest = args.max_prompt_seq_len + request.settings.max_tokens
     for model in models:
         require_length(model.folder, longest, LIMITS)
     reward_model: CheckedModel | None = None
     if rewards is not None and rewards.reward_model_name_or_path:
         name = rewards.reward_model_name_or_path
-        [reward_model] = checked_models([(REWARD_FLAG, name)], request.prompts, is_scorer=True)
+        [reward_model] = checked_models(
+            [(REWARD_FLAG, name)], request.prompts, is_scorer=True, features=features
+        )
     further = further_models(request.features)
     checked_further: list[CheckedModel] = []
     if further:
         checked_further = checked_models([(model.flag, model.name) for model in further], None)
     prompts, data_sets = _prompts(request, models)
-    check_columns(functions, "--data_path", prompts[0]["row"])
+    further_arguments = prompt_content(prompts[0][0]).arguments
+    check_columns(functions, "--data_path", prompts[0]["row"], further_arguments)
     for check_rows in hooks("checks.check_rows"):
         check_rows(request.features, prompts[0]["row"])
     _check_prompt_routes(request, further, data_sets, prompts[0]["row"])
@@ -125,7 +121,10 @@ def evaluate_models(request: EvaluationRequest) -> Evaluated:
 
     scorer = None
     if reward_model is not None:
-        classifier = load_sequence_classifier(reward_model.folder, dtype, None, new_head=False)
+        _check_scorer(request, reward_model, models, prompts)
+        classifier = load_sequence_classifier(
+            reward_model.folder, dtype, None, False, changes_of_tool(features)
+        )
         scorer = LoadedReward(reward_model, ScalarModel(classifier).to(dist.device()).eval())
     further_sources = _sources_of_features(request, further_folders, dtype)
     results: list[Result] = []
@@ -133,13 +132,27 @@ def evaluate_models(request: EvaluationRequest) -> Evaluated:
         results += _results_of(model, dtype, rows, data_sets, request, scorer, further_sources)
     if rewards is not None:
         _count_wins(results)
-    asked = [
-        json.loads(row).get(MESSAGES, answered.prompt)
-        for row, answered in zip(prompts[0]["row"], results[0].prompts, strict=True)
-    ]
+    asked = list[str | Messages]()
+    for record, answered in zip(prompts[0], results[0].prompts, strict=True):
+        asked.append(written_prompt(record, answered.prompt))
     return Evaluated(
         _flags_with_values(args), rewards is not None, results, asked, list(prompts[0]["row"])
     )
+
+
+def _check_scorer(
+    request: EvaluationRequest,
+    scorer: CheckedModel,
+    models: Sequence[CheckedModel],
+    prompts: Sequence[Dataset],
+) -> None:
+    """Check that the reward model can read the prompts of each model."""
+    sources: Sequence[str] = ()
+    if request.rewards is not None:
+        sources = request.rewards.reward_model_sources
+    reader = PromptReader("reward", scorer.flag, scorer.folder, sources)
+    for model, rows in zip(models, prompts, strict=True):
+        check_readers(request.features, model.folder, [reader], [rows], model.tokenizer)
 
 
 def _flags_with_values(args: argparse.Namespace) -> dict[str, str]:
@@ -207,19 +220,24 @@ def _prompts(
     request: EvaluationRequest, models: list[CheckedModel]
 ) -> tuple[list[Dataset], tuple[str, ...]]:
     """The same prompts as token rows for each model, and the names of their data sets. They are
-    prepared and logged once for all models whose tokenizers are equal. `UserError` if the models
-    would get different prompts."""
+    prepared and logged once for all models that read them alike. `UserError` if the models would
+    get different prompts."""
     names: tuple[str, ...] = ()
     rows_by_tokenizer: dict[str, Dataset] = {}
     rows_of_models = []
     for model in models:
-        key = token_key("", model.tokenizer)
+        step = _step_data(request, model)
+        of_content = ""
+        if step.content is not None:
+            of_content = step.content.identity
+        key = token_key(of_content, model.tokenizer)
         if key not in rows_by_tokenizer:
             if rows_by_tokenizer:
                 logger().info(
-                    f"{model.label}: its tokenizer differs, so the prompts are read again"
+                    f"{model.label}: its tokenizer or processor differs, so the prompts are read"
+                    " again"
                 )
-            rows_by_tokenizer[key], names = _prepared_prompts(request, model)
+            rows_by_tokenizer[key], names = _prepared_prompts(request, step, model)
         rows_of_models.append(rows_by_tokenizer[key])
     data_rows = list(rows_of_models[0]["row"])
     if any(list(rows["row"]) != data_rows for rows in rows_of_models[1:]):
@@ -232,10 +250,8 @@ def _prompts(
     return rows_of_models, names
 
 
-def _prepared_prompts(
-    request: EvaluationRequest, model: CheckedModel
-) -> tuple[Dataset, tuple[str, ...]]:
-    """The prompts as token rows of a model, and the names of their data sets."""
+def _step_data(request: EvaluationRequest, model: CheckedModel) -> StepData:
+    """What a model reads of the prompts."""
     limit = request.args.max_prompt_seq_len
     columns: list[PromptColumn] = []
     for columns_of_evaluation in hooks("step_data.columns_of_evaluation"):
@@ -248,11 +264,18 @@ def _prepared_prompts(
         eval_prompt_columns=columns,
         whole_flag="--data_path",
     )
+    return read_by_model(request.features, step, model.folder, model.tokenizer)
+
+
+def _prepared_prompts(
+    request: EvaluationRequest, step: StepData, model: CheckedModel
+) -> tuple[Dataset, tuple[str, ...]]:
+    """The prompts as token rows of a model, and the names of their data sets."""
     prepared = prepare(step, model.tokenizer)
     rows = prepared.eval
     if rows is None:
         raise UserError(
-            f"--data_path: no row is within --max_prompt_seq_len {limit}; raise it, or use"
+            f"--data_path: no row is within --max_prompt_seq_len {step.limit}; raise it, or use"
             " --truncation left"
         )
     count = min(request.args.max_prompts or len(rows), len(rows))
@@ -271,7 +294,8 @@ def _results_of(
     """Load a model and answer all prompts; one entry for each way of decoding. Responses depend on
     seed and prompt alone, not on batches; step 3 evaluates with the same seeds."""
     args = request.args
-    loaded: Any = load_causal_lm(checked.folder, dtype, None)
+    source = given_source(request, checked, dtype, scorer)
+    loaded: Any = load_causal_lm(checked.folder, dtype, None, changes_of_tool(request.features))
     model = loaded.to(dist.device()).eval()
     use_fast_layers(model)
     results = []
@@ -279,7 +303,7 @@ def _results_of(
         extensions = start_extensions(
             request.features, checked.tokenizer, args.max_prompt_seq_len, None, at_end
         )
-        configs = _generation_configs(model, checked, request, extensions)
+        configs = generation_configs(model, checked, request, extensions, source)
         for check_model in hooks("evaluations.check_model"):  # of features
             check_model(
                 request.features,
@@ -287,12 +311,12 @@ def _results_of(
                 next(iter(configs.values())),
                 any_observes(extensions),
             )
-        mixture = _reward_mixture(
+        mixture = reward_mixture(
             request, checked, scorer, [*reward_sources_of(extensions), *further_sources]
         )
         at_end.enter_context(closing(mixture))
         reward_requests = RewardRequests(mixture, prompts, checked.tokenizer, extensions)
-        sample = _rollouts_of(model, checked, extensions)
+        sample = rollouts_of(model, checked, extensions, source)
         for decoding, config in configs.items():
             logger().info(
                 f"{checked.label}: {decoding}, {len(prompts)} prompts, {config.samples} answer(s)"
@@ -317,34 +341,6 @@ def _task(prompts: Dataset, indices: list[int], config: GenerationConfig, seed: 
     """Responses to prompts of neighbouring `indices`, by the seeds that step 3 evaluates with."""
     first = indices[0] * config.samples
     return RolloutTask(prompts, indices, config, seed, path=(STREAM, 0, 0), first=first, step=0)
-
-
-def _generation_configs(
-    model: Any,
-    checked: CheckedModel,
-    request: EvaluationRequest,
-    extensions: Sequence[RolloutExtension],
-) -> dict[str, GenerationConfig]:
-    """How the model generates, by the name of the decoding, "greedy" or "sampled". `UserError` if
-    its architecture is not supported."""
-    stopping = StoppingCriteria(
-        request.settings.max_tokens,
-        end_ids(checked.tokenizer, model),
-        decode=checked.tokenizer.batch_decode,
-    )
-    try:
-        sampled = choose_engine(
-            model,
-            GenerationConfig(request.settings.sampling, stopping, request.args.samples),
-            has_partner=any_observes(extensions),
-        )
-    except RuntimeError as problem:
-        raise UserError(f"{checked.flag} {checked.name}: {in_one_line(problem)}") from None
-    configs = {"greedy": replace(greedily(sampled), samples=1), "sampled": sampled}
-    decoding = request.args.decoding
-    if decoding == "both":
-        return configs
-    return {decoding: configs[decoding]}
 
 
 def _result(
@@ -373,71 +369,6 @@ def _result(
             source_scores = torch.tensor([row.scores_by_source[name] for row in rows])
             means[name] = float(source_scores.nanmean())
     return Result(checked.name, checked.label, decoding, metrics, means, failed_scores, rows)
-
-
-def _reward_mixture(
-    request: EvaluationRequest,
-    checked: CheckedModel,
-    scorer: LoadedReward | None,
-    others: Sequence[tuple[RewardSource, float]],
-) -> RewardMixture:
-    """The reward sources that score the responses of a model, with those of features (`others`);
-    empty without a reward."""
-    if request.rewards is None:
-        return RewardMixture([])
-    learned = None
-    if scorer is not None:
-        scorer_tokenizer = None  # that of the policy
-        if checked.tokenizer.get_vocab() != scorer.checked.tokenizer.get_vocab():
-            scorer_tokenizer = scorer.checked.tokenizer
-        learned = model_reward(
-            scorer.model,
-            scorer.checked.folder,
-            checked.tokenizer,
-            scorer_tokenizer,
-            request.features,
-            request.args.max_batch_tokens,
-        )
-    return build_sources(request.rewards, learned, others)
-
-
-def _rollouts_of(
-    model: Any, checked: CheckedModel, extensions: Sequence[RolloutExtension]
-) -> SampleRollout:
-    """How a model responds to prompts."""
-    generation = ModelGeneration(model)
-    sample = own_rollouts(generation, filler_id(checked.tokenizer))
-    return extended(sample, generation, extensions)
-
-
-@dataclass(frozen=True, eq=False)
-class ModelGeneration:
-    """Generation with the weights of a model on this device."""
-
-    model: PreTrainedModel
-
-    def __call__(
-        self,
-        batch: PromptBatch,
-        seeds: Tensor,
-        config: GenerationConfig,
-        cancelled: Callable[[], bool],
-        partner: Partner | None = None,
-    ) -> Rollout:
-        """Responses to prompts; see `generate`."""
-        device = dist.device()
-        request = RolloutRequest(to_device(batch, device), seeds.to(device))
-        return generate(self.model, request, config, cancelled=cancelled, partner=partner)
-
-    def answer_calls(
-        self,
-        reserved: ReservedSequences,
-        config: GenerationConfig,
-        cancelled: Callable[[], bool],
-        partner: CallPartner,
-    ) -> tuple[Rollout, list[int]]:
-        """The sequences that a partner opens late; see `generate_calls`."""
-        return generate_calls(self.model, reserved, config, partner, cancelled=cancelled)
 
 
 def _metrics(rows: list[EvaluatedPrompt], pass_score: float, is_scored: bool) -> dict[str, float]:

@@ -183,9 +183,10 @@ class RewardRequests:
             texts=[ResponseText.of(text) for text in texts],
         )
 
-    def shown_prompts(self, rollout, count):
-        first = rollout.response_ids[:: len(rollout.response_ids) // count, 0].tolist()
-        return [f"prompt {number // (len(rollout.response_ids) // count)}" for number in first]
+    def readable_prompts(self, rollout, indices):
+        samples = len(rollout.response_ids) // len(indices)
+        first = rollout.response_ids[::samples, 0].tolist()
+        return [f"prompt {number // samples}" for number in first]
 
     def __call__(self, request, rollout):
         total = rollout.response_ids[:, 0] / 10

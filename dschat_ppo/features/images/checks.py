@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from datasets import Dataset
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.config.supervised_config import PreferenceConfig
-from dschat_ppo.data.prepare import TokenRows
-from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.images.columns import IMAGES
 from dschat_ppo.features.images.step_data import processor_of
 from dschat_ppo.features.images.tower import trains_with_images
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.tokenizers import read_tokenizer
+from dschat_ppo.ppo.prompt_contents import PromptReader
+from dschat_ppo.rewards.build_rewards import further_models
 from dschat_ppo.rewards.reward_source import is_routed_to
 
 _WAYS_OUT = {
     "reward": (
-        "train one that sees them (step 2), let other sources score these prompts"
-        " (--use_reward_model False with --reward_function), or route it to prompts without images"
-        " (--reward_model_sources)"
+        "train one that sees them (step 2), let other sources alone score these prompts"
+        " (--reward_function), or route it to prompts without images (--reward_model_sources)"
     ),
     "critic": (
         "give one that sees them (--critic_model_name_or_path), or an estimator without a critic"
@@ -34,7 +34,7 @@ _WAYS_OUT = {
     "reference": "omit the flag, so that the reference is the actor before training",
 }
 _USES = ("preference", "unpaired")  # what step 2 reads beside images: pairs and labelled answers
-# flags of step 3 with which prompts come about, or are generated for, in ways that have no images
+# flags with which prompts come about, or are generated for, in ways that have no images
 _WITHOUT_IMAGES = (
     "agent",
     "agent_command",
@@ -64,49 +64,64 @@ def check_trained_model(config: StepConfig, model_config: PretrainedConfig, mode
     if isinstance(config, PreferenceConfig):
         use = config.reward.objective_kind.use
         reasons[f"--objective {config.reward.objective}"] = use not in _USES
-    for flag, is_used in reasons.items():
+    _refuse_used(reasons, model_config, model)
+
+
+def check_answering_model(
+    features: HasFeatures, model_config: PretrainedConfig, model: str
+) -> None:
+    """Refuse what cannot be used with a model that sees images and answers in a tool."""
+    if not trains_with_images(features, model_config):
+        return
+    reasons = {f"--{name}": bool(features.value(name)) for name in _WITHOUT_IMAGES}
+    reasons["judges"] = bool(further_models(features))
+    reasons["generation"] = model_config.model_type not in _OF_STEP_3
+    _refuse_used(reasons, model_config, model)
+
+
+def _refuse_used(reasons: Mapping[str, bool], model_config: PretrainedConfig, model: str) -> None:
+    """Refuse a `model` if something is used with which its images do not go."""
+    for name, is_used in reasons.items():
         if is_used:
             raise UserError(
-                f"{model}: {type(model_config).__name__} sees images, which do not go with {flag}"
+                f"{model}: {type(model_config).__name__} sees images, which do not go with {name}"
                 " yet; omit it"
             )
 
 
 def check_readers(
-    config: PPOConfig, folders: ModelFolders, rows: TokenRows, tokenizer: PreTrainedTokenizerBase
+    features: HasFeatures,
+    folder: str,
+    readers: Sequence[PromptReader],
+    prompts: Sequence[Dataset],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Refuse models that would read prompts with images, and do not see these, or see them by other
-    tokens than the actor. `tokenizer` is the actor's."""
-    prompts = [data for data in (rows.at_hand, rows.eval) if data is not None]
-    if not any(_have_images(data, ()) for data in prompts):
+    tokens than the actor. Arguments as `ppo.prompt_contents.check_readers`."""
+    if not any(_have_images(rows, ()) for rows in prompts):
         return
-    actor_config = load_config(folders.actor, "model")
-    of_actor = processor_of(config, actor_config, folders.actor, tokenizer)
-    for role, way_out in _WAYS_OUT.items():
-        folder = vars(folders)[role]
-        if folder is None:
+    actor_config = load_config(folder, "model")
+    of_actor = processor_of(features, actor_config, folder, tokenizer)
+    for reader in readers:
+        if not any(_have_images(rows, reader.sources) for rows in prompts):
             continue
-        sources: Sequence[str] = ()
-        if role == "reward":
-            sources = config.rewards.reward_model_sources
-        if not any(_have_images(data, sources) for data in prompts):
-            continue
-        flag, _ = config.models[role]
-        model_config = load_config(folder, flag)
-        if not trains_with_images(config, model_config):
+        model = f"{reader.flag} {reader.folder}"
+        model_config = load_config(reader.folder, reader.flag)
+        if not trains_with_images(features, model_config):
             raise UserError(
-                f"{flag} {folder}: {type(model_config).__name__} reads text alone, but prompts have"
-                f" images; {way_out}"
+                f"{model}: {type(model_config).__name__} reads text alone, but prompts have images;"
+                f" {_WAYS_OUT[reader.role]}"
             )
-        if read_tokenizer(folder, flag).get_vocab() != tokenizer.get_vocab():
+        if read_tokenizer(reader.folder, reader.flag).get_vocab() != tokenizer.get_vocab():
             raise UserError(
-                f"{flag} {folder}: its tokenizer differs from the actor's, which does not go with"
-                " prompts with images yet; train it from the actor's family"
+                f"{model}: its tokenizer differs from the actor's, which does not go with prompts"
+                " with images yet; train it from the actor's family"
             )
-        if processor_of(config, model_config, folder, tokenizer).identity != of_actor.identity:
+        of_reader = processor_of(features, model_config, reader.folder, tokenizer)
+        if of_reader.identity != of_actor.identity:
             raise UserError(
-                f"{flag} {folder}: its processor of images has other settings than the actor's, so"
-                " images would be other tokens; give the same to both (--image_options)"
+                f"{model}: its processor of images has other settings than the actor's, so images"
+                " would be other tokens; give the same to both (--image_options)"
             )
 
 

@@ -36,8 +36,8 @@ class ImageFlags:
     )
     with_images: bool = flag(
         False,
-        "train a model that is a language model of text too, such as Qwen3.5, with the images of"
-        " the rows; the other models that see images always are",
+        "use a model that is a language model of text too, such as Qwen3.5, with the images of"
+        " the rows; the other models that see images always do",
     )
     image_folder: str | None = flag(
         None,
@@ -73,7 +73,7 @@ class ImageFlags:
         return parse_options(self.image_options)
 
 
-FLAGS = dict.fromkeys(("sft", "reward", "ppo"), ImageFlags)
+FLAGS = dict.fromkeys(("sft", "reward", "ppo", "evaluate"), ImageFlags)
 NOTES = FlagNotes(
     their_names={"image_column": "image_key", "image_folder": "media_dir"},
     harmless=("image_cache_gb",),

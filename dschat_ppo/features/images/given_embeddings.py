@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.logging import logger
+from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.features.images.flags import ImageFlags
 from dschat_ppo.features.images.step_data import model_flag, processor_of
@@ -24,6 +25,17 @@ def source_of(
     config: StepConfig, folder: str, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> ImageStore | None:
     """The images of a run, with the tower of the model in `folder`; None if it sees none."""
+    return _store_of(config, folder, config.run.dtype, tokenizer, device)
+
+
+def _store_of(
+    config: HasFeatures,
+    folder: str,
+    dtype: str,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+) -> ImageStore | None:
+    """As `source_of`, also of a tool; `dtype`: of the tower."""
     model_config = load_config(folder, model_flag(config))
     if not trains_with_images(config, model_config):
         return None
@@ -32,27 +44,29 @@ def source_of(
 
     flags = config.of(ImageFlags)
     processor = processor_of(config, model_config, folder, tokenizer)
-    tower = load_tower(folder, DTYPES[config.run.dtype], device)
+    tower = load_tower(folder, DTYPES[dtype], device)
     most_bytes = int(flags.image_cache_gb * 10**9)
     return ImageStore(processor, tower, flags.image_max_source_pixels, most_bytes)
 
 
 def sources_of_roles(
-    config: StepConfig,
+    config: HasFeatures,
     folders: Mapping[str, str],
+    dtype: str,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
 ) -> dict[str, ImageStore]:
-    """The images of a run of step 3, for each model that sees them, by role; {} if the actor sees
-    none. Towers whose weights have equal bits are one.
+    """The images of a run of step 3, or of a tool, for each model that sees them, by role; {} if
+    the actor sees none. Towers whose weights have equal bits are one.
 
     Args:
         config: the flags.
         folders: role -> folder, the actor first.
+        dtype: of the towers.
         tokenizer: the actor's.
         device: where towers run.
     """
-    actor = source_of(config, folders["actor"], tokenizer, device)
+    actor = _store_of(config, folders["actor"], dtype, tokenizer, device)
     if actor is None:
         return {}
     sources = {"actor": actor}
@@ -62,9 +76,11 @@ def sources_of_roles(
         if base in store_of_folder:
             sources[role] = store_of_folder[base]
         elif trains_with_images(config, load_config(folder, "model")):
-            tower = load_tower(base, DTYPES[config.run.dtype], device)
+            tower = load_tower(base, DTYPES[dtype], device)
             sources[role] = _store_with(tower, list(store_of_folder.values()))
             store_of_folder[base] = sources[role]
+    if len(folders) == 1:
+        return sources
     for store in dict.fromkeys(sources.values()):
         roles = [role for role, source in sources.items() if source is store]
         logger().info(f"images: one vision tower for {', '.join(roles)}")

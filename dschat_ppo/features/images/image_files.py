@@ -6,7 +6,9 @@ from __future__ import annotations
 import hashlib
 import io
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ from dschat_ppo.errors import UserError, reading
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+_ON_ITS_SIDE = (5, 6, 7, 8)  # EXIF orientations
 LONGEST_SIDES = 200  # of an image: the longer one over the shorter one
 
 
@@ -78,6 +81,31 @@ def decoded_image(content: bytes, most_pixels: int) -> Image:
             white = Image.new("RGBA", image.size, "white")
             image = Image.alpha_composite(white, image)
         return image.convert("RGB")
+
+
+def described_images(references: Sequence[str], spans: Sequence[tuple[int, int]]) -> list[str]:
+    """The size of each image of a prompt, which `spans` has the tokens of; without it where the
+    file cannot be read any more."""
+    texts = []
+    for reference, (start, end) in zip(references, spans, strict=True):
+        size = size_in_words(ImageFile.of(reference).path)
+        texts.append(f"<image {size}{end - start} tokens>")
+    return texts
+
+
+@lru_cache(maxsize=10_000)
+def size_in_words(path: str) -> str:
+    """Width and height of the image in a file, "640x480, "; "" if it cannot be read."""
+    from PIL import ExifTags, Image
+
+    try:
+        with Image.open(path) as image:
+            width, height = image.size
+            if image.getexif().get(ExifTags.Base.Orientation, 1) in _ON_ITS_SIDE:
+                width, height = height, width
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return ""
+    return f"{width}x{height}, "
 
 
 def images_of(*references: str) -> list[Image]:

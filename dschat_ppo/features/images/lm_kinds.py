@@ -6,7 +6,7 @@ from functools import partial
 
 from transformers import AutoModelForImageTextToText, PretrainedConfig
 
-from dschat_ppo.config.step_config import StepConfig
+from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.features.images.tower import reason_not_supported, sees_images, take_out_tower
 from dschat_ppo.models.lm_kinds import LMKind
 
@@ -17,7 +17,7 @@ OF_IMAGES_OR_TEXT = LMKind(
 )
 
 
-def kinds_of(config: StepConfig) -> tuple[LMKind, ...]:
+def kinds_of(config: HasFeatures) -> tuple[LMKind, ...]:
     """The kind of these models."""
     if config.value("with_images"):
         return (OF_IMAGES_OR_TEXT,)
@@ -29,8 +29,5 @@ def reason_unusable(config: PretrainedConfig) -> str | None:
     for other models."""
     name = type(config).__name__
     if sees_images(config):
-        return (
-            f"{name} sees images: the steps train such models, but the tools that generate or score"
-            " take models of text"
-        )
+        return f"{name} sees images, but a model of text is needed here; take another model"
     return reason_not_supported(config)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from dschat_ppo.features.images.columns import IMAGES, SPANS
+from dschat_ppo.features.images.image_files import ImageFile, described_images
 from dschat_ppo.ppo.prompt_contents import PromptContent
 from dschat_ppo.rewards.call_forms import MadeByWorker
 
@@ -18,5 +20,9 @@ def content_of(record: Mapping[str, Any]) -> PromptContent | None:
     if IMAGES not in record:
         return None
     spans = [(start, end) for start, end in record[SPANS] or ()]
-    images = MadeByWorker(_OPENS, "images_of", tuple(record[IMAGES] or ()))
-    return PromptContent(spans, {IMAGES: images})
+    references = tuple(record[IMAGES] or ())
+    images = MadeByWorker(_OPENS, "images_of", references)
+    paths = [ImageFile.of(reference).path for reference in references]
+    parts = [{"type": "image", "path": path} for path in paths]
+    described = partial(described_images, references, spans)
+    return PromptContent(spans, {IMAGES: images}, parts, described)

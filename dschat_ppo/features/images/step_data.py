@@ -11,6 +11,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import StepData
+from dschat_ppo.config.feature_flags import HasFeatures
+from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.data.content_marks import mark_of
 from dschat_ppo.data.templates import render
@@ -25,12 +27,15 @@ from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.model_folders import base_folder
 
 _MODEL = "--model_name_or_path"
+_MODEL_OF_TOOL = "--model"
 _PROBE = "PROBE7f3a"
 
 
-def model_flag(config: StepConfig) -> str:
-    """The flag of the model whose tokens the data become: that which trains, in step 3 the
-    actor."""
+def model_flag(config: HasFeatures) -> str:
+    """The flag of the model whose tokens the data become: that which trains, in step 3 the actor,
+    in tools the one that answers."""
+    if not isinstance(config, StepConfig):
+        return _MODEL_OF_TOOL
     if "actor" in config.models:
         flag, _ = config.models["actor"]
         return flag
@@ -38,7 +43,7 @@ def model_flag(config: StepConfig) -> str:
 
 
 def read_by_model(
-    config: StepConfig, data: StepData, folder: str, tokenizer: PreTrainedTokenizerBase
+    config: HasFeatures, data: StepData, folder: str, tokenizer: PreTrainedTokenizerBase
 ) -> StepData:
     """`data` with images, if the model in `folder` sees them. Prompts are then chat messages, also
     those of text alone, unless --apply_chat_template says otherwise."""
@@ -59,16 +64,17 @@ def read_by_model(
     return replace(data, flags=data_flags, content=content)
 
 
-def _refuse_flags_of_images(config: StepConfig, model_config: PretrainedConfig, model: str) -> None:
-    """Refuse flags of images for a `model`, its flag and folder, that is trained on text."""
+def _refuse_flags_of_images(
+    config: HasFeatures, model_config: PretrainedConfig, model: str
+) -> None:
+    """Refuse flags of images for a `model`, its flag and folder, that is used for text."""
     flags = config.of(ImageFlags)
     name = type(model_config).__name__
     way_out = f"{name} sees no images; omit it, or take another model"
     if model_config.model_type in FAMILIES:
         way_out = "add --with_images True"
         logger().info(
-            f"data: {name} sees images too, but is trained on text; --with_images True trains it on"
-            " both"
+            f"data: {name} sees images too, but reads text here; --with_images True gives it both"
         )
     asked = {"--image_column": flags.image_column, "--with_images": flags.with_images or None}
     for flag, value in asked.items():
@@ -78,7 +84,7 @@ def _refuse_flags_of_images(config: StepConfig, model_config: PretrainedConfig, 
 
 
 def images_of_rows(
-    config: StepConfig,
+    config: HasFeatures,
     data: StepData,
     model_config: PretrainedConfig,
     folder: str,
@@ -100,7 +106,7 @@ def images_of_rows(
 
 
 def processor_of(
-    config: StepConfig,
+    config: HasFeatures,
     model_config: PretrainedConfig,
     folder: str,
     tokenizer: PreTrainedTokenizerBase,

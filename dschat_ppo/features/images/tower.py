@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
-from dschat_ppo.config.step_config import StepConfig
+from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.model_folders import base_folder
@@ -75,8 +75,8 @@ def sees_images(config: PretrainedConfig, is_asked: bool = False) -> bool:
     return family is not None and (is_asked or not family.is_text_too)
 
 
-def trains_with_images(config: StepConfig, model_config: PretrainedConfig) -> bool:
-    """Whether a run with these flags trains a model of `model_config` with images."""
+def trains_with_images(config: HasFeatures, model_config: PretrainedConfig) -> bool:
+    """Whether a run or a tool with these flags uses a model of `model_config` with images."""
     return sees_images(model_config, bool(config.value("with_images")))
 
 

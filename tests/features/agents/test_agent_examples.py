@@ -29,7 +29,7 @@ from dschat_ppo.features.environments.flags import EnvironmentFlags
 from dschat_ppo.ppo.rollouts import RolloutTask
 from dschat_ppo.rollout.generation_request import GenerationConfig
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
-from dschat_ppo.tools.evaluate_models import ModelGeneration
+from dschat_ppo.tools.evaluated_model import ModelGeneration
 
 pytest.importorskip("openai")
 EXAMPLES = ROOT / "training_scripts/examples"

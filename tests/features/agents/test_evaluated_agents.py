@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.tools import evaluate_models as module
+from dschat_ppo.tools import evaluated_model as module
 from dschat_ppo.tools.evaluate import evaluation_request
 from dschat_ppo.tools.evaluate_models import evaluate_models
 

@@ -2,7 +2,7 @@
 
 import json
 
-from dschat_ppo.tools import evaluate_models as module
+from dschat_ppo.tools import evaluated_model as module
 from dschat_ppo.tools.evaluate import evaluation_request
 from dschat_ppo.tools.evaluate_models import evaluate_models
 from dschat_ppo.tools.evaluation_results import response_lines, result_json, result_table

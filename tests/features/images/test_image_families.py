@@ -183,7 +183,7 @@ def test_a_model_of_text_too_is_trained_on_text_unless_it_is_asked(tmp_path, cap
     with caplog.at_level("INFO"):
         step_data = read_by_model(config, config.step_data, str(vlm), None)
     assert step_data == config.step_data
-    assert "--with_images True trains it on both" in caplog.text
+    assert "--with_images True gives it both" in caplog.text
     model = load_causal_lm(str(vlm), "fp32", None, changes_to_train(config))
     assert type(model) is type(AutoModelForCausalLM.from_config(load_config(str(vlm), "model")))
     config = parse("sft", words_without_flag(vlm, data, "--image_column", "image"))

@@ -29,6 +29,7 @@ from dschat_ppo.models.loading import (
 from dschat_ppo.models.saving import SavedForm, parts_beside, save_model
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.wrapped_models import ScalarModel
+from dschat_ppo.ppo.begin_ppo import readers_of
 from dschat_ppo.ppo.train_ppo import given_sources, saved_forms
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -87,6 +88,12 @@ def with_critic(step3, name, *further):
     return config_of(actor, step3.data, *words), ModelFolders(str(actor), scalar, scalar)
 
 
+def check_models_that_read(step3, config, folders):
+    """The check of step 3 of the models that read the prompts beside the actor."""
+    readers = readers_of(config, folders)
+    check_readers(config, folders.actor, readers, [step3.rows.at_hand], step3.tokenizer)
+
+
 @pytest.mark.parametrize(
     ("name", "towers"), [("reward", 1), ("other", 2), ("adapter", 1), ("actor", 1)]
 )
@@ -143,7 +150,7 @@ def test_a_model_of_text_does_not_score_pictures_blind(step3, assets):
     def check(folders, *further):
         words = ["--critic_model_name_or_path", text, *further]
         config = config_of(actor, step3.data, *words)
-        check_readers(config, folders, step3.rows, step3.tokenizer)
+        check_models_that_read(step3, config, folders)
 
     with pytest.raises(UserError, match="reads text alone, but prompts have images; train one"):
         check(ModelFolders(actor, None, text))
@@ -159,7 +166,7 @@ def test_a_model_of_text_does_not_score_pictures_blind(step3, assets):
 
 def test_a_reward_model_with_other_image_settings_is_refused(step3, tmp_path):
     config, folders = with_critic(step3, "reward")
-    check_readers(config, folders, step3.rows, step3.tokenizer)
+    check_models_that_read(step3, config, folders)
     for file in (step3.folder / "reward").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
@@ -167,10 +174,10 @@ def test_a_reward_model_with_other_image_settings_is_refused(step3, tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
     folders = replace(folders, critic=None, reward=str(tmp_path))
     with pytest.raises(UserError, match="other settings than the actor's, so"):
-        check_readers(config, folders, step3.rows, step3.tokenizer)
+        check_models_that_read(step3, config, folders)
 
 
 def test_an_actor_of_text_has_no_images(step3, assets):
     config, _ = with_critic(step3, "reward")
     folders = {"actor": str(assets / "lm"), "reward": str(step3.folder / "reward")}
-    assert sources_of_roles(config, folders, step3.tokenizer, CPU) == {}
+    assert sources_of_roles(config, folders, "fp32", step3.tokenizer, CPU) == {}

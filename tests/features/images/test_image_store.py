@@ -112,7 +112,7 @@ def test_flags_that_do_not_go_with_images_yet(folder, words):
 
 def test_models_and_steps_that_take_no_images(folder, tmp_path):
     vlm = str(folder / "idefics3")
-    with pytest.raises(UserError, match="the steps train such models"):
+    with pytest.raises(UserError, match="sees images, but a model of text is needed here"):
         check_causal_lm(vlm)
     text_model = new_model("llama")
     text_model.save_pretrained(tmp_path)
