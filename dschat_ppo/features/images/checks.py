@@ -9,7 +9,6 @@ from datasets import Dataset
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from dschat_ppo.config.feature_flags import HasFeatures
-from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.config.supervised_config import PreferenceConfig
 from dschat_ppo.errors import UserError
@@ -75,7 +74,6 @@ def check_answering_model(
         return
     reasons = {f"--{name}": bool(features.value(name)) for name in _WITHOUT_IMAGES}
     reasons["judges"] = bool(further_models(features))
-    reasons["generation"] = model_config.model_type not in _OF_STEP_3
     _refuse_used(reasons, model_config, model)
 
 

@@ -12,7 +12,6 @@ from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.config.feature_flags import HasFeatures
-from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.data.content_marks import mark_of
 from dschat_ppo.data.templates import render

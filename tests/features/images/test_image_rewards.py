@@ -275,7 +275,7 @@ def test_what_is_counted_is_the_decoder_and_a_head(family):
 
 def test_where_models_that_see_images_cannot_be_used_is_said(family):
     vlm = str(family.folder)
-    with pytest.raises(UserError, match="sees images: the steps train such models"):
+    with pytest.raises(UserError, match="sees images, but a model of text is needed here"):
         check_sequence_classifier(vlm, False)  # as step 3 checks a critic
     words = flags(family.folder, family.folder.parent / "rows.jsonl", "--objective", "process")
     config = parse("reward", words)
