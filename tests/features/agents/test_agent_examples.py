@@ -129,7 +129,7 @@ def case(name, engine, form, *marks):
 @pytest.mark.parametrize(
     ("name", "engine", "form"),
     [
-        case("calculator", "padded", "function"),
+        case("calculator", "padded", "function", pytest.mark.release),
         case("calculator", "continuous", "function", pytest.mark.release),
         case("calculator", "padded", "program", pytest.mark.release),
         case("twenty_questions", "padded", "function", pytest.mark.release),

@@ -1,6 +1,6 @@
-"""Prints, for tiny models of several kinds, the largest difference between log-probs of rollouts
-and of training passes with `--exact_rollout`. In a process of its own, because MKL reads its
-variable at its first product."""
+"""Prints, for the tiny models whose names it gets, the largest difference between log-probs of
+rollouts and of training passes with `--exact_rollout`. In a process of its own, because MKL reads
+its variable at its first product."""
 
 import json
 import math
@@ -97,7 +97,8 @@ def largest_difference(rollouts: list[Rollout]) -> float:
 def main() -> None:
     begin_rank(config_of("ppo", "--exact_rollout"))
     differences = {}
-    for name, changes in MODELS.items():
+    for name in sys.argv[1:]:
+        changes = MODELS[name]
         for dtype in DTYPES.get(name, (torch.float32, torch.bfloat16)):
             policy = PolicyModel(new_model(name.split(",")[0], **changes).to(dtype)).eval()
             select_kernels(policy)
