@@ -22,7 +22,8 @@ from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo import score
 from dschat_ppo.ppo.mini_dataset import MiniBatch, MiniDataset
-from dschat_ppo.ppo.score import ForwardPasses, texts_of
+from dschat_ppo.ppo.response_texts import texts_of
+from dschat_ppo.ppo.score import ForwardPasses
 from dschat_ppo.ppo.token_losses import ActorLoss, critic_loss
 from dschat_ppo.types import (
     Experience,
