@@ -15,6 +15,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.engine.hybrid_engine import Division, HybridEngine
+from dschat_ppo.models.given_embeddings import GivenSource
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.ppo.generation_settings import generation_config
 from dschat_ppo.ppo.rollouts import (
@@ -42,6 +43,11 @@ class ActorGeneration:
     hybrid: HybridEngine
     recorder: StepRecorder | None
 
+    @property
+    def source(self) -> GivenSource | None:
+        """Of what the actor gets in place of the embeddings of some ids; or None."""
+        return self.hybrid.given_source
+
     def __call__(
         self,
         batch: PromptBatch,
@@ -61,8 +67,8 @@ class ActorGeneration:
                 fewest = -max_over_ranks(-rows_for_memory(model, length))
                 config = replace(config, rows=fewest)
             given_prompts = None
-            if self.hybrid.given_source is not None:
-                given_prompts = self.hybrid.given_source.for_prompts(batch)
+            if self.source is not None:
+                given_prompts = self.source.for_prompts(batch)
             request = RolloutRequest(batch, seeds.to(device), given=given_prompts)
             return generate(
                 model, request, config, max_over_ranks, cancelled, self.recorder, partner

@@ -70,6 +70,10 @@ SampleRollout = Callable[[RolloutTask], Rollout]
 class Generate(Protocol):
     """Generation with the weights of the policy. Collective."""
 
+    @property
+    def source(self) -> GivenSource | None:
+        """Of what the policy gets in place of the embeddings of some ids; None: of none."""
+
     def answer_calls(
         self,
         reserved: ReservedSequences,

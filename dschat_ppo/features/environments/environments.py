@@ -89,13 +89,25 @@ def awaited(value: Any) -> Any:
 
 
 def message_content(value: Any) -> str:
-    """What a tool returned, as the content of a message."""
+    """What a tool returned, as the content of a message. `TypeError` for an image."""
+    if _holds_image(value):
+        raise TypeError("it answered with an image, but models read text alone in their turns")
     text = value
     if not isinstance(value, str):
         text = str(value)
         with suppress(TypeError, ValueError):
             text = json.dumps(value, ensure_ascii=False)
     return text.encode("utf-8", "replace").decode()  # without halves of surrogates
+
+
+def _holds_image(value: Any) -> bool:
+    """Whether a value is an image of Pillow or a part of a message with one, or a list of such."""
+    if isinstance(value, Mapping):
+        kind = value.get("type")
+        return kind in ("image", "image_url") and kind in value
+    if isinstance(value, list | tuple):
+        return any(map(_holds_image, value))
+    return type(value).__module__.startswith("PIL.")
 
 
 def reward_number(value: Any) -> float:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from datasets import Dataset
@@ -19,15 +17,14 @@ from dschat_ppo.checkpoint.journal import Journal
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.data.batches import collate_prompts
-from dschat_ppo.data.encode import encode_after
-from dschat_ppo.data.examples import MESSAGES, TOOLS, VARIABLES, Message, Row
+from dschat_ppo.data.examples import TOOLS, VARIABLES, Message
 from dschat_ppo.data.rendered import known_variables
 from dschat_ppo.data.reply_tokens import ends_in_thought
-from dschat_ppo.data.templates import Variables
 from dschat_ppo.errors import UserError, printable_line
 from dschat_ppo.features.environments.checkpoint_folders import JOURNAL
 from dschat_ppo.features.environments.environments import Turn
 from dschat_ppo.features.environments.episode_processes import Episodes
+from dschat_ppo.features.environments.episode_prompts import EpisodePrompt
 from dschat_ppo.features.environments.flags import EnvironmentFlags
 from dschat_ppo.features.environments.journal import (
     FIRST_ROLLOUT,
@@ -42,6 +39,7 @@ from dschat_ppo.features.environments.turns import (
     EpisodeRecord,
     EpisodeTurns,
 )
+from dschat_ppo.models.given_embeddings import GivenSource
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.rewards.worker_pool import CallError
@@ -125,6 +123,7 @@ class EpisodeRollouts:
         seeds: Sequence[int],
         cancelled: Callable[[], bool],
         key: RolloutKey = FIRST_ROLLOUT,
+        source: GivenSource | None = None,
     ) -> tuple[PromptBatch, EpisodeTurns]:
         """Begin the episodes of a rollout. Collective.
 
@@ -133,25 +132,25 @@ class EpisodeRollouts:
             samples: episodes of each row; they get the row's seed, one of `seeds`.
             cancelled: once it returns True, this rank stops waiting for environments.
             key: what the journal knows the episodes by.
+            source: of what the model gets in place of the embeddings of some ids; None: of none.
 
         Returns:
             The prompts, one for each row, or for each episode if some of a row begin in different
             ways; and the turns of the episodes. An episode that does not begin has its plain prompt
             and no turns; if none of any rank begins, that is a `UserError`.
         """
-        token_rows = rows[list(indices)]
-        data_rows: list[Row] = [json.loads(text) for text in token_rows["row"]]
+        row_prompts = [EpisodePrompt.of(rows[index]) for index in indices]
         if self.journalled is not None:
             self.journalled.begin(key)
-        openings = self._openings(token_rows["prompt_ids"], data_rows, samples, seeds, cancelled)
+        banned_ids: Sequence[int] = ()
+        if source is not None:
+            banned_ids = source.banned_ids
+        openings = self._openings(row_prompts, samples, seeds, cancelled)
         prompts = list[list[int]]()
         records = list[EpisodeRecord]()
         for episode in range(len(indices) * samples):
-            index = episode // samples
             opening = openings.get(episode, CallError("did not begin"))
-            prompt_ids, record = self._begun(
-                token_rows["prompt_ids"][index], data_rows[index], opening
-            )
+            prompt_ids, record = self._begun(row_prompts[episode // samples], opening, banned_ids)
             prompts.append(prompt_ids)
             records.append(record)
         problems = _problems_of_all_ranks(records)
@@ -159,81 +158,72 @@ class EpisodeRollouts:
             self._forget()
             raise UserError(f"{self._flag_text}: no episode begins: {problems[0]}")
         prompts_of_rows = prompts[::samples]
+        played = list(indices)
         if all(prompt == prompts_of_rows[i // samples] for i, prompt in enumerate(prompts)):
             prompts = prompts_of_rows
+        else:
+            played = [index for index in indices for _ in range(samples)]
+        extra = None
+        if source is not None:
+            extra = source.prompt_columns(rows, played)
         dataset = Dataset.from_dict({"prompt_ids": prompts})
-        batch = collate_prompts(dataset, range(len(prompts)), filler_id(self.tokenizer))
+        batch = collate_prompts(dataset, range(len(prompts)), filler_id(self.tokenizer), extra)
         turns = EpisodeTurns(
-            self.episodes, self.observations, self.tokenizer, self.flags.max_turns, records
+            self.episodes,
+            self.observations,
+            self.tokenizer,
+            self.flags.max_turns,
+            records,
+            banned_ids,
         )
         return batch, turns
 
     def _openings(
         self,
-        prompts: list[list[int]],
-        data_rows: list[Row],
+        row_prompts: Sequence[EpisodePrompt],
         samples: int,
         seeds: Sequence[int],
         cancelled: Callable[[], bool],
     ) -> dict[int, Turn | CallError]:
         """Start `samples` episodes of each row and wait for what their environments say first. They
         get the row without the columns that data preparation adds, and its prompt as text."""
-        count = len(data_rows) * samples
+        count = len(row_prompts) * samples
         for episode in range(count):
             index = episode // samples
-            data_row = data_rows[index]
-            row = {name: value for name, value in data_row.items() if not name.startswith("_")}
-            messages = data_row.get(MESSAGES)
-            prompt = str(
-                self.tokenizer.decode(prompts[index], skip_special_tokens=messages is None)
-            )
+            prompt = row_prompts[index]
+            row = {name: value for name, value in prompt.row.items() if not name.startswith("_")}
             seed = seeds[index] & 0x7FFFFFFF  # of 31 bits, which every generator takes
-            self.episodes.start(episode, row, seed, prompt, messages)
+            text = prompt.text(self.tokenizer)
+            self.episodes.start(episode, row, seed, text, prompt.messages)
         openings = dict[int, Turn | CallError]()
         while len(openings) < count and not cancelled():
             openings |= dict(self.episodes.poll(WAIT_SECONDS))
         return openings
 
     def _begun(
-        self, prompt_ids: list[int], data_row: Row, opening: Turn | CallError
+        self, prompt: EpisodePrompt, opening: Turn | CallError, banned_ids: Sequence[int]
     ) -> tuple[list[int], EpisodeRecord]:
         """The prompt of an episode that has begun, and its record. One that could not begin has
         the plain prompt and a record with the problem."""
-        variables = known_variables(self.tokenizer, data_row.get(VARIABLES), data_row.get(TOOLS))
+        variables = known_variables(
+            self.tokenizer, prompt.row.get(VARIABLES), prompt.row.get(TOOLS)
+        )
         record = EpisodeRecord(variables=variables)
+        prompt_ids = prompt.ids
         try:
-            prompt_ids = self._prompt(prompt_ids, data_row, opening, variables)
+            if isinstance(opening, CallError):
+                raise opening
+            opened_ids = prompt.opened(self.observations, opening, variables, banned_ids)
+            if len(opened_ids) > self.longest:
+                raise CallError(
+                    f"begins with a prompt of {len(opened_ids)} tokens (--max_prompt_seq_len"
+                    f" {self.longest})"
+                )
+            prompt_ids = opened_ids
         except (CallError, UserError) as problem:
             record.problem = str(problem)
         record.is_opened = ends_in_thought(self.tokenizer, prompt_ids)
         return prompt_ids, record
-
-    def _prompt(
-        self,
-        ids: list[int],
-        row: Row,
-        opening: Turn | CallError,
-        variables: Variables | None = None,
-    ) -> list[int]:
-        """The tokens of a row's prompt, with what its environment says first: in the last message,
-        as TRL has it, or after a text."""
-        if isinstance(opening, CallError):
-            raise opening
-        said = "".join(str(message.get("content") or "") for message in opening.messages)
-        messages: Any = row.get(MESSAGES)
-        if opening.text:
-            ids = [*ids, *encode_after(self.tokenizer, str(row.get("prompt")), opening.text)]
-        elif said and messages is None:
-            ids = [*ids, *self.observations.plain(said)]
-        elif said:
-            # with those of the environment
-            tools = row.get(TOOLS) or ()
-            ids = self.observations.opening(messages, said, tools, variables)
-        if len(ids) > self.longest:
-            raise CallError(
-                f"begins with a prompt of {len(ids)} tokens (--max_prompt_seq_len {self.longest})"
-            )
-        return ids
 
     def end(self, rollout: Rollout, turns: EpisodeTurns, cancelled: bool, counts: bool) -> Rollout:
         """The rollout with the rewards of its turns, each on the last token of its action, and the

@@ -208,6 +208,18 @@ def _last_mark(text: str) -> str | None:
     return str(marks[-1])
 
 
+def require_text(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], banned_ids: Sequence[int]
+) -> None:
+    """Refuse tokens of an environment that stand for what is no text, such as an image."""
+    for token_id in ids:
+        if token_id in banned_ids:
+            raise UserError(
+                f"a text of it holds {decoded(tokenizer, [token_id])!r}, which stands for an image;"
+                " environments answer in text"
+            )
+
+
 def observed_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """The text of an observation's tokens, without special tokens and without what the chat
     template writes around its content."""

@@ -70,6 +70,7 @@ def _play(episodes: EpisodeRollouts, generate: Generate, task: RolloutTask) -> R
         task.prompt_seeds.tolist(),  # episodes of one prompt begin alike
         task.cancelled,
         RolloutKey(task.step, name, task.first),
+        generate.source,
     )
     # some environments begin in several ways: then each row has its own prompt
     seeds = task.seeds

@@ -141,9 +141,11 @@ class VerlEnvironment(ToolEnvironment):
         )
         self.reward += reward_number(reward)
         self.metrics |= finite_metrics(metrics)
-        if not isinstance(response, str):
-            response = getattr(response, "text", None) or ""
-        return message_content(response)
+        if isinstance(response, str):
+            return message_content(response)
+        content = message_content(getattr(response, "text", None) or "")
+        message_content(getattr(response, "image", None) or "")  # an image is refused
+        return content
 
     def step(self, action: Message) -> Turn:
         self.reward = 0.0

@@ -16,7 +16,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.features.environments.environments import Turn
 from dschat_ppo.features.environments.episode_processes import Episodes
 from dschat_ppo.features.environments.journal import JournalledEpisodes
-from dschat_ppo.features.environments.observations import ObservationTokens
+from dschat_ppo.features.environments.observations import ObservationTokens, require_text
 from dschat_ppo.rewards.call_forms import LARGEST
 from dschat_ppo.rewards.worker_pool import CallError
 
@@ -63,12 +63,14 @@ class EpisodeTurns:
         tokenizer: PreTrainedTokenizerBase,
         most: int,
         records: Sequence[EpisodeRecord],
+        banned_ids: Sequence[int] = (),  # of what is no text, such as images
     ):
         self.episodes = episodes
         self.observations = observations
         self.tokenizer = tokenizer
         self.most = most
         self.records = records
+        self.banned_ids = banned_ids
         self._answers = list[tuple[int, Turn | CallError]]()  # that no environment was asked for
         self._finishing = set[int]()  # sequences whose last turn has not come
         # sequences without a process
@@ -150,7 +152,9 @@ class EpisodeTurns:
         if not turn.done and len(record.ends) < self.most:
             try:
                 tokens = self.observations(turn, self._last.get(sequence), record.variables)
+                require_text(self.tokenizer, tokens, self.banned_ids)
             except UserError as problem:  # of the template or the tokenizer; other ranks go on
+                tokens = []
                 record.problem = f"answered what cannot be rendered: {problem}"
         if tokens:
             record.is_opened = ends_in_thought(self.tokenizer, tokens)

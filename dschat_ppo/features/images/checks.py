@@ -37,11 +37,7 @@ _USES = ("preference", "unpaired")  # what step 2 reads beside images: pairs and
 _WITHOUT_IMAGES = (
     "agent",
     "agent_command",
-    "agent_func_path",
-    "environment",
     "exact_rollout",
-    "tool_config",
-    "tools",
 )
 
 

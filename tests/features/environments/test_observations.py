@@ -1,7 +1,6 @@
 """Tokens of observations and conversations, as step 1 and as a rollout renders them; tool calls in
 texts of models."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,7 @@ from dschat_ppo.data.templates import answer_ends, render
 from dschat_ppo.data.tokenise import row_text
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.environments.environments import Turn
-from dschat_ppo.features.environments.episode_rollouts import EpisodeRollouts
+from dschat_ppo.features.environments.episode_prompts import EpisodePrompt
 from dschat_ppo.features.environments.observations import ObservationTokens
 
 ASK = {"role": "user", "content": "Where?"}
@@ -137,15 +136,13 @@ def test_a_template_that_drops_the_thinking_of_earlier_turns_is_refused():
 
 def test_a_prompt_with_what_its_environment_says_lists_each_tool_once():
     tokenizer, _ = shaped("Hermes", WITH_TOOLS)
-    rollouts = object.__new__(EpisodeRollouts)
-    rollouts.longest, rollouts.tools = 1000, [TOOL]
-    rollouts.observations = ObservationTokens(tokenizer, [TOOL], 100)
+    observations = ObservationTokens(tokenizer, [TOOL], 100)
     settings = SimpleNamespace(source="", step=SimpleNamespace(flags=DataFlags(["x.jsonl"])))
     # as prompts are tokenised
-    row = json.loads(row_text({}, Example([ASK], [], tools=[TOOL]), settings))
-    found = tokenizer.decode(
-        rollouts._prompt([], row, Turn([{"role": "user", "content": "Look."}]))
-    )
+    text = row_text({}, Example([ASK], [], tools=[TOOL]), settings)
+    prompt = EpisodePrompt.of({"row": text, "prompt_ids": []})
+    opening = Turn([{"role": "user", "content": "Look."}])
+    found = tokenizer.decode(prompt.opened(observations, opening, None, ()))
     expected = render(
         tokenizer, [{"role": "user", "content": "Where?\n\nLook."}], open_answer=True, tools=[TOOL]
     )
