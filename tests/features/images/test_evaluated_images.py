@@ -174,8 +174,8 @@ def test_what_does_not_go_with_images_is_refused_before_a_model_is_loaded(
 ):
     monkeypatch.setattr(module, "load_causal_lm", None)
     monkeypatch.setattr(module, "load_sequence_classifier", None)
-    tools = refusal(made, "--tools", "python")
-    assert "sees images, which do not go with --tools yet" in tools
+    exact = refusal(made, "--exact_rollout", "True")
+    assert "sees images, which do not go with --exact_rollout yet" in exact
     blind = refusal(made, "--reward_model_name_or_path", str(assets / "reward"))
     assert "reads text alone, but prompts have images; train one that sees them" in blind
     judge = refusal(made, "--judge", str(made.vlm))
