@@ -140,7 +140,8 @@ def test_samples_printed_answers_and_held_out_answers_have_turns():
         "    environment: again",
         f"    call, reward 1.000: {CALL}",
     ]
-    requests = RewardRequests(SimpleNamespace(names=["environment"]), None, tokenizer)
+    token_rows = [{"row": "{}"}] * 6
+    requests = RewardRequests(SimpleNamespace(names=["environment"]), token_rows, tokenizer)
     scores = Scores(torch.ones(2), torch.ones(2, 1))
     texts = episode_texts(tokenizer, rows)
     one, two = evaluated_prompts(requests, [4, 5], rows, texts, scores, [])
