@@ -159,7 +159,8 @@ def toggle_many(ppo) -> dict:
         alive.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
     found = {"equal": state() == before, "training": engine.module.training}
     found["weights equal"] = all(torch.equal(a, b) for a, b in zip(weights, held(ppo), strict=True))
-    found["left tensors"] = alive[-1] - alive[SETTLED]
+    # of each switch: a cache that fills once leaves fewer
+    found["left tensors"] = (alive[-1] - alive[SETTLED]) // (TOGGLES - 1 - SETTLED)
     rollout = generate_some(ppo, 4, 6)
     with ppo.engines.hybrid.generating() as model:
         lent = response_logprobs(PolicyModel(model), rollout, 1.0).logprobs
