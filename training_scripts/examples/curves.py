@@ -5,9 +5,9 @@ three seeds, and a picture of their curves if a file is named for it. One rank, 
     python training_scripts/examples/curves.py FOLDER --agents [--estimator grpo]
 
 The first command has the calculator also without its tool; the second one the same tasks as agents
-(`agents/`), as a function and as a program, beside `--tools` and `--environment`. Finished runs are
-kept in the folder, so an interrupted command resumes, and both share their runs. The picture needs
-matplotlib: pip install -e '.[plot]'.
+(`agents/`), as a function, as a program and, where `verifiers` is installed, as a task of that,
+beside `--tools` and `--environment`. Finished runs are kept in the folder, so an interrupted
+command resumes, and both share their runs. The picture needs matplotlib: pip install -e '.[plot]'.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import statistics
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -67,7 +68,10 @@ def agent_cases() -> list[Case]:
         if "--tools" in case.flags:
             continue
         cases.append(case)
-        for form in ("function", "program"):
+        forms = ["function", "program"]
+        if case.example == "calculator" and find_spec("verifiers") is not None:
+            forms.append("verifiers")
+        for form in forms:
             name = f"{case.name}, {form}"
             cases.append(Case(name, case.example, case.estimator, case.flags, form))
     return cases

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The calculator and twenty questions as agents: run.sh OUT_DIR [EXAMPLE [FORM [more flags of step 3]]]
-# EXAMPLE: calculator (default) or twenty_questions. FORM: function (default), which uses OpenAI's SDK, or program, which
-# speaks HTTP. Creates the task and its SFT model in OUT_DIR/EXAMPLE (the next run reuses both), then trains by GRPO with
+# EXAMPLE: calculator (default) or twenty_questions. FORM: function (default), which uses OpenAI's SDK; program, which speaks
+# HTTP; or, for the calculator, verifiers: a task of that library, which must be installed. Creates the task and its SFT model in OUT_DIR/EXAMPLE (the next run reuses both), then trains by GRPO with
 # the flags of the example that has --tools or --environment.
 set -euo pipefail
 agents="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -13,8 +13,8 @@ if [ "$example" != calculator ] && [ "$example" != twenty_questions ]; then
     echo "run.sh: '$example' is neither calculator nor twenty_questions" >&2
     exit 2
 fi
-if [ "$form" != function ] && [ "$form" != program ]; then
-    echo "run.sh: '$form' is neither function nor program" >&2
+if [[ ! "$form $example" =~ ^(function|program|verifiers calculator) ]]; then
+    echo "run.sh: '$form' is neither function nor program, nor verifiers for the calculator" >&2
     exit 2
 fi
 
@@ -26,6 +26,8 @@ source "$here/../episodes.sh"
 
 if [ "$form" = function ]; then
     step3+=(--agent "$agents/${example}_agent.py:play")
+elif [ "$form" = verifiers ]; then
+    step3+=(--agent "$agents/verifiers_agent.py:play")
 else
     step3+=(--agent_command "python '$agents/program.py' $example")
 fi
