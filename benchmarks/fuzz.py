@@ -1,11 +1,12 @@
 """Fuzzing: a thousand mutated files and flags; each must end with a result or one line that says
 what to do.
 
-    python benchmarks/fuzz.py [--seed S] [--cases N] [--case N] [--json F] [--docs F.md]
+    python benchmarks/fuzz.py [--seed S] [--cases N] [--case N] [--only WORD] [--json F] [--docs F]
 
-Each case (`fuzz_cases.py`, `fuzz_judges.py`) mutates something valid and gives it to a step until
-it would load its models. `--seed` and its number determine a case; `--case N` repeats one and
-prints what it prints. This process imports the libraries once and forks for each case.
+Each case (`fuzz_cases.py`, `fuzz_judges.py`, `fuzz_images.py`) mutates something valid and gives it
+to a step until it would load its models. `--seed` and its number determine a case; `--case N`
+repeats one and prints what it prints. This process imports the libraries once and forks for each
+case.
 
 A case passes if it ends with exit code 0, or with a documented code other than 1 and 5 and one line
 `error: ...` (and a line for each further wrong flag). It fails if it ends by a signal or with a
@@ -36,6 +37,7 @@ from pathlib import Path
 
 from fuzz_cases import KINDS as STEP_KINDS
 from fuzz_cases import ROOT, make_material, train_run
+from fuzz_images import IMAGE_KINDS, make_pictures
 from fuzz_judges import JUDGE_KINDS
 
 sys.path.insert(0, str(ROOT))
@@ -43,7 +45,7 @@ from dschat_ppo.common.processes import (
     signal_when_parent_ends,
 )  # noqa: E402  benchmarks run from any folder
 
-KINDS = STEP_KINDS | JUDGE_KINDS
+KINDS = STEP_KINDS | JUDGE_KINDS | IMAGE_KINDS
 MARKS = ("<!-- fuzz -->", "<!-- /fuzz -->")
 OUTCOMES = ("result", "error line", "failed")
 CPU_SECONDS, WALL_SECONDS, MEMORY_BYTES = 60, 180.0, 6 * 2**30
@@ -192,7 +194,7 @@ class Fuzz:
         tempfile.tempdir = None
         for name in _IMPORTED:
             importlib.import_module(name)
-        for make in (make_material, train_run):
+        for make in (make_material, train_run, make_pictures):
             name = make.__name__
             (work / name).mkdir()
             ended = run_forked(work / name, partial(make, self.material))
@@ -242,6 +244,7 @@ def main() -> int:
     parser.add_argument(
         "--case", type=int, help="run only the case with this number, and print what it prints"
     )
+    parser.add_argument("--only", default="", help="run only the kinds whose name has this word")
     parser.add_argument(
         "--work", type=Path, help="an empty folder, kept at the end with the files of failed cases"
     )
@@ -252,7 +255,13 @@ def main() -> int:
     chosen = parser.parse_args()
     work = (chosen.work or Path(tempfile.mkdtemp(prefix="fuzz_"))).resolve()
     fuzz, started, verdicts = Fuzz(work, chosen.seed), time.monotonic(), []
-    for number in range(chosen.cases) if chosen.case is None else [chosen.case]:
+    numbers = [chosen.case]
+    if chosen.case is None:
+        kinds = list(KINDS)
+        numbers = [
+            number for number in range(chosen.cases) if chosen.only in kinds[number % len(kinds)]
+        ]
+    for number in numbers:
         verdicts.append(verdict := fuzz.run(number))
         if verdict.outcome == "failed" or chosen.case is not None:
             ended = f"{verdict.outcome} {verdict.why} (exit code {verdict.code})"
