@@ -82,12 +82,12 @@ class FinishReason(IntEnum):
 
 
 @dataclass(frozen=True)
-class MinimumLength:
-    """Tokens that end a response (`ids`) and cannot be drawn before it has `minimum` tokens, and
-    tokens that cannot be drawn at all (`banned`). The policy is the distribution over the others,
-    in sampling, scoring and training."""
+class ForbiddenTokens:
+    """Ids that cannot be drawn: `ends`, which end a response, before it has `minimum` tokens, and
+    `banned` at any place. The policy is the distribution over the others, in sampling, scoring and
+    training."""
 
-    ids: tuple[int, ...]
+    ends: tuple[int, ...]
     minimum: int
     banned: tuple[int, ...] = ()
 

@@ -5,7 +5,7 @@ import torch
 import transformers
 from tiny_models import KINDS, VOCABULARY, new_model
 
-from dschat_ppo.types import MinimumLength, Rollout
+from dschat_ppo.types import ForbiddenTokens, Rollout
 
 # lengths of the rows' prompts: three answers to one, four to another, two alone
 PROMPTS = (11, 11, 11, 9, 9, 9, 9, 10, 1)
@@ -98,14 +98,14 @@ def both(scores) -> tuple[torch.Tensor, torch.Tensor]:
     return scores.logprobs, scores.entropy
 
 
-def scores_alone(lm, rows: Rollout, ends: MinimumLength | None = None):
+def scores_alone(lm, rows: Rollout, ends: ForbiddenTokens | None = None):
     """Log-probs and entropies, (total response tokens), row by row without padding."""
     logprobs, entropies = [], []
     for start, ids in rows_alone(rows):
         logits = lm(input_ids=ids, use_cache=False).logits[0, start - 1 : -1] / TEMPERATURE
         kept = torch.ones_like(logits, dtype=torch.bool)
         if ends is not None:
-            kept[: ends.minimum, list(ends.ids)] = False
+            kept[: ends.minimum, list(ends.ends)] = False
         table = torch.log_softmax(logits.masked_fill(~kept, -torch.inf), dim=-1)
         logprobs.append(table.gather(1, ids[0, start:].unsqueeze(1)).squeeze(1))
         entropies.append(-(table.exp() * table.masked_fill(~kept, 0.0)).sum(dim=1))

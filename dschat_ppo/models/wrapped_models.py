@@ -43,7 +43,7 @@ from dschat_ppo.models.packing import CHECKPOINTING, padded_rows, token_states
 from dschat_ppo.models.pass_observers import observer_arguments, show_pass
 from dschat_ppo.models.pass_rows import PassRows, lengths_read
 from dschat_ppo.types import (
-    MinimumLength,
+    ForbiddenTokens,
     Model,
     Rollout,
     chosen_columns,
@@ -404,7 +404,7 @@ def response_logprobs(
     rows: Rollout,
     temperature: float,
     entropy_grad: bool = False,
-    minimum_length: MinimumLength | None = None,
+    forbidden_tokens: ForbiddenTokens | None = None,
     keeps_layer: bool = False,
     teachings: Sequence[Teaching] = (),
     pass_rows: PassRows | None = None,
@@ -416,7 +416,7 @@ def response_logprobs(
         rows: prompts and responses.
         temperature: of sampling.
         entropy_grad: keep the gradient of the entropies.
-        minimum_length: tokens that could not be drawn, at the beginning of a response or at all.
+        forbidden_tokens: tokens that could not be drawn, at the beginning of a response or at all.
         keeps_layer: give the `layer` too.
         teachings: give the `divergences` from these teachers on the same tokens.
         pass_rows: these rows as they are laid out for this model (`StepPasses`).
@@ -433,9 +433,9 @@ def response_logprobs(
         given_embeddings = given_for(engine, rows)
     targets = pass_rows or chosen_columns(rows, input_ids.shape[1])
     forbidden = None
-    if minimum_length is not None:
-        is_early = _is_early(rows, minimum_length, input_ids.shape[1])
-        forbidden = Forbidden(is_early, minimum_length.ids, minimum_length.banned)
+    if forbidden_tokens is not None:
+        is_early = _is_early(rows, forbidden_tokens, input_ids.shape[1])
+        forbidden = Forbidden(is_early, forbidden_tokens.ends, forbidden_tokens.banned)
     logprobs, entropy, *extras = engine(
         input_ids,
         targets,
@@ -460,16 +460,16 @@ def response_logprobs(
     return ResponseLogprobs(in_rows(logprobs), in_rows(entropy), divergences, layer)
 
 
-def _is_early(rows: Rollout, minimum_length: MinimumLength, width: int) -> Tensor:
+def _is_early(rows: Rollout, forbidden_tokens: ForbiddenTokens, width: int) -> Tensor:
     """(B, `width`) bool: the columns of `full_sequences` before those of a response that may end
     it. `ValueError` for rows with contexts, each of which could not end early."""
-    if minimum_length.minimum == 0:
+    if forbidden_tokens.minimum == 0:
         sequence_count = len(row_sequences(rows).rows)
         return rows.prompt_mask.new_zeros(sequence_count, width)
     if rows.contexts is not None:
         raise ValueError("a minimum length of responses does not fit rows with contexts")
     columns = torch.arange(width, device=rows.prompt_mask.device)
-    return columns < rows.prompt_mask.sum(dim=1, keepdim=True) + minimum_length.minimum
+    return columns < rows.prompt_mask.sum(dim=1, keepdim=True) + forbidden_tokens.minimum
 
 
 def response_values(engine: Model, rows: Rollout, pass_rows: PassRows | None = None) -> Tensor:

@@ -94,7 +94,7 @@ class PPOComponents:
             config.ppo, engines.hybrid, prompts, data.tokenizer, seed, extensions
         )
         seed_this_rank(seed)
-        self.minimum_length = sampler.config.stopping.minimum_length
+        self.forbidden_tokens = sampler.config.stopping.forbidden_tokens
         # The source of old log-probs is chosen before the forward passes and the updates are built,
         # since it says which of them compute the log-probs.
         self.old_logprobs = self._choose_old_logprobs()
@@ -116,7 +116,7 @@ class PPOComponents:
         self.token_records = token_records_of(config, data.tokenizer, rewards.names)
         self.updates = PPOUpdate(
             config=config,
-            minimum_length=self.minimum_length,
+            forbidden_tokens=self.forbidden_tokens,
             engines=engines,
             further_batches={more.name: more.batches for more in data.further_data},
             entropy_coef=self.entropy_coef,
@@ -188,8 +188,8 @@ class PPOComponents:
             micro_batch_tokens=self.plan.micro_batch_tokens,
             old_logprobs=self.old_logprobs,
             kl_estimator=config.algorithm.kl_estimator,
-            minimum_length=self.minimum_length,
-            further=further_passes(config, engines.frozen, self.minimum_length),
+            forbidden_tokens=self.forbidden_tokens,
+            further=further_passes(config, engines.frozen, self.forbidden_tokens),
             clock=self.clock,
         )
 

@@ -25,7 +25,7 @@ from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.features import hooks
 from dschat_ppo.models.pass_observers import observed
 from dschat_ppo.models.wrapped_models import Teaching, response_logprobs
-from dschat_ppo.types import Experience, MinimumLength, Model
+from dschat_ppo.types import Experience, ForbiddenTokens, Model
 
 
 def _nothing(rows: Experience) -> list[Teaching]:
@@ -60,7 +60,7 @@ class LossTerm:
 
 
 def loss_terms(
-    config: PPOConfig, frozen: Callable[[str], Model], minimum_length: MinimumLength | None
+    config: PPOConfig, frozen: Callable[[str], Model], forbidden_tokens: ForbiddenTokens | None
 ) -> list[LossTerm]:
     """The terms that the flags ask for: the KL to the reference, and those of the features, which
     offer them as `loss_terms.loss_term_of` with these arguments, a `LossTerm` or None.
@@ -68,20 +68,20 @@ def loss_terms(
     Args:
         config: the flags.
         frozen: role -> the model of that role, which does not train.
-        minimum_length: of sampling.
+        forbidden_tokens: of sampling.
     """
     terms = []
     if config.algorithm.kl_loss_coef > 0:
-        terms.append(kl_term(config, frozen, minimum_length))
+        terms.append(kl_term(config, frozen, forbidden_tokens))
     for loss_term_of in hooks("loss_terms.loss_term_of"):
-        term = loss_term_of(config, frozen, minimum_length)
+        term = loss_term_of(config, frozen, forbidden_tokens)
         if term is not None:
             terms.append(term)
     return terms
 
 
 def kl_term(
-    config: PPOConfig, frozen: Callable[[str], Model], minimum_length: MinimumLength | None
+    config: PPOConfig, frozen: Callable[[str], Model], forbidden_tokens: ForbiddenTokens | None
 ) -> LossTerm:
     """The KL of the actor to the reference: over the whole vocabulary with `--kl_loss_estimator
     full`, else estimated from the sampled token. Arguments as `loss_terms`."""
@@ -90,7 +90,7 @@ def kl_term(
     if not flags.full_kl_loss:
         return LossTerm(name, flags.kl_loss_coef, "policy/kl_loss", sampled_kl(flags))
     return full_kl_term(
-        frozen("reference"), flags.kl_loss_coef, config.ppo.temperature, minimum_length, name
+        frozen("reference"), flags.kl_loss_coef, config.ppo.temperature, forbidden_tokens, name
     )
 
 
@@ -113,7 +113,7 @@ def full_kl_term(
     reference: Model,
     coef: float,
     temperature: float,
-    minimum_length: MinimumLength | None = None,
+    forbidden_tokens: ForbiddenTokens | None = None,
     name: str = "KL (full)",
 ) -> LossTerm:
     """The KL to the whole distributions of the `reference`, which reads what the actor reads."""
@@ -123,7 +123,7 @@ def full_kl_term(
         reference.eval()
         with observed(None):  # observers read the actor's passes
             outputs = response_logprobs(
-                reference, rows, temperature, minimum_length=minimum_length, keeps_layer=True
+                reference, rows, temperature, forbidden_tokens=forbidden_tokens, keeps_layer=True
             )
         assert outputs.layer is not None
         return [Teaching(outputs.layer, Divergence("reverse_kl"))]

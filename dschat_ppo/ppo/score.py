@@ -44,8 +44,8 @@ from dschat_ppo.ppo.rollouts import RolloutExtension
 from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.rewards.reward_source import FailedRows, RewardMixture, RewardRequest
 from dschat_ppo.types import (
+    ForbiddenTokens,
     ForwardedRollout,
-    MinimumLength,
     Model,
     Rollout,
     concat_rows,
@@ -134,7 +134,7 @@ class ScoringPass:
 
 
 def further_passes(
-    config: PPOConfig, frozen: Callable[[str], Model], minimum_length: MinimumLength | None
+    config: PPOConfig, frozen: Callable[[str], Model], forbidden_tokens: ForbiddenTokens | None
 ) -> list[ScoringPass]:
     """The forward passes that features add. A feature offers `passes.pass_of` with these arguments,
     a `ScoringPass` or None.
@@ -142,9 +142,9 @@ def further_passes(
     Args:
         config: the flags.
         frozen: role -> the model of that role, which does not train.
-        minimum_length: of sampling.
+        forbidden_tokens: of sampling.
     """
-    passes = [pass_of(config, frozen, minimum_length) for pass_of in hooks("passes.pass_of")]
+    passes = [pass_of(config, frozen, forbidden_tokens) for pass_of in hooks("passes.pass_of")]
     return [each for each in passes if each is not None]
 
 
@@ -160,7 +160,7 @@ class ForwardPasses:
     # "recompute" also gives entropies; with "update", rows have no old log-probs
     old_logprobs: OldLogprobs
     kl_estimator: str  # form of the KL in the reward; "full" needs "recompute"
-    minimum_length: MinimumLength | None = None  # of sampling
+    forbidden_tokens: ForbiddenTokens | None = None  # of sampling
     further: Sequence[ScoringPass] = ()  # of features
     clock: PhaseClock = field(default_factory=PhaseClock)
 
@@ -225,7 +225,7 @@ class ForwardPasses:
                     self.reference,
                     rows,
                     self.temperature,
-                    minimum_length=self.minimum_length,
+                    forbidden_tokens=self.forbidden_tokens,
                     keeps_layer=has_full_kl,
                     pass_rows=passes.pass_rows(self.reference, micro_batch),
                 )
@@ -238,7 +238,7 @@ class ForwardPasses:
                     self.actor,
                     rows,
                     self.temperature,
-                    minimum_length=self.minimum_length,
+                    forbidden_tokens=self.forbidden_tokens,
                     teachings=teachings,
                     pass_rows=passes.pass_rows(self.actor, micro_batch),
                 )

@@ -40,7 +40,7 @@ from dschat_ppo.models.wrapped_models import (
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo.loss_terms import ActorPass, LossTerm
 from dschat_ppo.ppo.mini_dataset import MiniBatch
-from dschat_ppo.types import Experience, MinimumLength, Model, RewardedRollout, Rollout
+from dschat_ppo.types import Experience, ForbiddenTokens, Model, RewardedRollout, Rollout
 
 # what the actor's pass of an update gives for each response token: log-probs and entropies of the
 # policy in training, whether the clip changed the gradient, the weighted losses, 1 for tokens that
@@ -151,7 +151,7 @@ class ActorLoss:
     actor: Model
     flags: AlgorithmFlags
     temperature: float
-    minimum_length: MinimumLength | None = None
+    forbidden_tokens: ForbiddenTokens | None = None
     terms: Sequence[LossTerm] = ()
     has_policy_loss: bool = True  # False: entropy and terms alone are minimised
 
@@ -185,7 +185,7 @@ class ActorLoss:
             rows,
             self.temperature,
             entropy_coef > 0,
-            self.minimum_length,
+            self.forbidden_tokens,
             teachings=list(chain.from_iterable(distributions)),
             pass_rows=minibatch.passes.pass_rows(self.actor, rows),
         )

@@ -39,7 +39,7 @@ from dschat_ppo.ppo.token_records import TokenRecord
 from dschat_ppo.types import (
     Engine,
     Experience,
-    MinimumLength,
+    ForbiddenTokens,
     RewardedRollout,
     row_sequences,
 )
@@ -73,7 +73,7 @@ class PPOUpdate:
     """Builds the objectives of actor and critic, and makes optimizer steps."""
 
     config: PPOConfig
-    minimum_length: MinimumLength | None  # of sampling
+    forbidden_tokens: ForbiddenTokens | None  # of sampling
     engines: RLHFEngine
     further_batches: Mapping[str, Any]  # batches that features have added to the run, by name
     entropy_coef: AdaptiveEntropy | FixedCoefficient
@@ -84,12 +84,12 @@ class PPOUpdate:
     def __post_init__(self) -> None:
         """Build the loss of the actor."""
         actor = self.engines.actor
-        token_terms = loss_terms(self.config, self.engines.frozen, self.minimum_length)
+        token_terms = loss_terms(self.config, self.engines.frozen, self.forbidden_tokens)
         self.actor_loss = ActorLoss(
             actor=actor,
             flags=self.config.algorithm,
             temperature=self.config.ppo.temperature,
-            minimum_length=self.minimum_length,
+            forbidden_tokens=self.forbidden_tokens,
             terms=token_terms,
             has_policy_loss=self.config.has_policy_loss,
         )
@@ -127,9 +127,9 @@ class PPOUpdate:
 
         constants = _constants(minibatch)
         constants["entropy_coef"] = entropy_coef
-        constants["minimum_length"] = None
-        if self.minimum_length is not None:
-            constants["minimum_length"] = astuple(self.minimum_length)
+        constants["forbidden_tokens"] = None
+        if self.forbidden_tokens is not None:
+            constants["forbidden_tokens"] = astuple(self.forbidden_tokens)
         step_loss = StepLoss(
             batches=minibatch.micro_batches,
             of_batch=of_rows,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dschat_ppo.algorithms.vocabulary_sums import VocabularyWeights
 from dschat_ppo.common.seeding import SPLITMIX_STEP, splitmix64
-from dschat_ppo.types import MinimumLength
+from dschat_ppo.types import ForbiddenTokens
 
 BLOCK = 128  # tokens of one block of the two-level search
 # the nucleus is first searched among this many of the likeliest tokens, then among all
@@ -207,14 +207,14 @@ class StoppingCriteria:
         return (*self.eos_ids, *self.stop_ids)
 
     @property
-    def minimum_length(self) -> MinimumLength | None:
+    def forbidden_tokens(self) -> ForbiddenTokens | None:
         """The tokens that cannot be sampled, before `min_new_tokens` or at all; None if there are
         none."""
         minimum = 0
         if self.ids:
             minimum = self.min_new_tokens
         if minimum or self.banned_ids:
-            return MinimumLength(self.ids, minimum, self.banned_ids)
+            return ForbiddenTokens(self.ids, minimum, self.banned_ids)
         return None
 
     def reach(self, further: Iterable[str] = ()) -> int:

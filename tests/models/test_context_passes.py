@@ -26,7 +26,7 @@ from dschat_ppo.models.wrapped_models import (
     response_values,
 )
 from dschat_ppo.types import (
-    MinimumLength,
+    ForbiddenTokens,
     full_sequences,
     row_lengths,
     select_rows,
@@ -175,5 +175,5 @@ def test_a_minimum_length_is_refused():
     policy = PolicyModel(LLAMA)
     with pytest.raises(ValueError, match="contexts"):
         response_logprobs(
-            policy, rollout_of(fixed_episodes()), 1.0, minimum_length=MinimumLength((3,), 2)
+            policy, rollout_of(fixed_episodes()), 1.0, forbidden_tokens=ForbiddenTokens((3,), 2)
         )

@@ -33,7 +33,7 @@ from dschat_ppo.models.wrapped_models import (
     response_values,
 )
 from dschat_ppo.supervised.policy_objectives import answer_logprobs
-from dschat_ppo.types import MinimumLength, Rollout, full_sequences
+from dschat_ppo.types import ForbiddenTokens, Rollout, full_sequences
 
 LAYOUTS = {
     "plain": Layout(fused=False),
@@ -47,7 +47,7 @@ LAYOUTS = {
 HYBRIDS = (*OF_GENERATION, "nemotron-h", "mamba")
 # their scan takes no state to start from
 UNSHARED = {(name, "shared few") for name in ("jamba", "mamba")}
-OF_PACKED, ENDS = ("packed", "shared few"), MinimumLength((3, 40), 2)
+OF_PACKED, ENDS = ("packed", "shared few"), ForbiddenTokens((3, 40), 2)
 # family, layout, what else is switched on: (ends that could not be drawn), a value of
 # --attn_implementation, ...
 CASES = [(name, "padded few", None) for name in FAMILIES]
@@ -109,7 +109,7 @@ def test_scores_and_gradients_are_those_of_each_row_alone(name, way, change):
     if change == "checkpointing":
         policy.train().gradient_checkpointing_enable()
     found = both(
-        response_logprobs(policy, rows, TEMPERATURE, entropy_grad=True, minimum_length=ends)
+        response_logprobs(policy, rows, TEMPERATURE, entropy_grad=True, forbidden_tokens=ends)
     )
     assert lm.config._attn_implementation == own
     assert expected[0].std() > 0.2, "all tokens have the same score, so the test shows nothing"
@@ -177,7 +177,7 @@ def test_ends_that_could_not_be_drawn_have_no_probability_in_fp16(way):
     with torch.no_grad():
         lm.lm_head.weight[40] *= 8
     policy = PolicyModel(lm, LAYOUTS[way])
-    found = response_logprobs(policy, rows, TEMPERATURE, True, minimum_length=ENDS)
+    found = response_logprobs(policy, rows, TEMPERATURE, True, forbidden_tokens=ENDS)
     expected, free = scores_alone(lm.float(), rows, ENDS), scores_alone(lm, rows)
     for a, b in zip(both(found), expected, strict=True):
         torch.testing.assert_close(a[rows.response_mask], b, rtol=0, atol=0.05)
@@ -200,11 +200,13 @@ def test_ids_in_padding_change_nothing(name):
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("minimum_length", [None, ENDS], ids=["free", "late"])
+@pytest.mark.parametrize("forbidden_tokens", [None, ENDS], ids=["free", "late"])
 @pytest.mark.parametrize(
     ("name", "teacher"), [("llama", "qwen3"), ("gemma2", "llama"), ("gpt2", "gemma2")]
 )
-def test_divergences_and_their_gradients_are_those_of_each_row_alone(name, teacher, minimum_length):
+def test_divergences_and_their_gradients_are_those_of_each_row_alone(
+    name, teacher, forbidden_tokens
+):
     lm, other, rows = model_of(name), model_of(teacher), rollout()
 
     def table(model):
@@ -216,11 +218,11 @@ def test_divergences_and_their_gradients_are_those_of_each_row_alone(name, teach
             torch.cat([each[start:-1] for each, start in zip(found, starts, strict=True)])
             / TEMPERATURE
         )
-        if minimum_length is not None:
-            early = (torch.arange(max(ANSWERS)) < minimum_length.minimum).expand_as(
+        if forbidden_tokens is not None:
+            early = (torch.arange(max(ANSWERS)) < forbidden_tokens.minimum).expand_as(
                 rows.response_mask
             )[rows.response_mask]
-            for token in minimum_length.ids:
+            for token in forbidden_tokens.ends:
                 logits = logits.index_put(
                     (early.nonzero().squeeze(1), torch.tensor(token)), torch.tensor(-1e4)
                 )
@@ -228,11 +230,15 @@ def test_divergences_and_their_gradients_are_those_of_each_row_alone(name, teach
 
     with torch.no_grad():
         layer = response_logprobs(
-            PolicyModel(other), rows, TEMPERATURE, minimum_length=minimum_length, keeps_layer=True
+            PolicyModel(other),
+            rows,
+            TEMPERATURE,
+            forbidden_tokens=forbidden_tokens,
+            keeps_layer=True,
         ).layer
     teachings = [Teaching(layer, Divergence(kind)) for kind in ("reverse_kl", "jsd")]
     found = response_logprobs(
-        PolicyModel(lm), rows, TEMPERATURE, minimum_length=minimum_length, teachings=teachings
+        PolicyModel(lm), rows, TEMPERATURE, forbidden_tokens=forbidden_tokens, teachings=teachings
     ).divergences
     log_p, log_q = table(lm), table(other).detach()
     weights = 0.01 * torch.randn(2, len(log_p), generator=torch.Generator().manual_seed(1))

@@ -27,7 +27,7 @@ from dschat_ppo.ppo.score import ForwardPasses
 from dschat_ppo.ppo.token_losses import ActorLoss, critic_loss
 from dschat_ppo.types import (
     Experience,
-    MinimumLength,
+    ForbiddenTokens,
     RewardedRollout,
     Rollout,
     record_of,
@@ -123,7 +123,9 @@ def test_below_the_minimum_length_all_log_probs_are_over_tokens_that_do_not_end_
         )
     scorer = run.ppo.collection.passes
     assert (
-        scorer.minimum_length == run.ppo.updates.actor_loss.minimum_length == MinimumLength(ends, 3)
+        scorer.forbidden_tokens
+        == run.ppo.updates.actor_loss.forbidden_tokens
+        == ForbiddenTokens(ends, 3)
     )
 
 
@@ -348,7 +350,7 @@ def test_later_micro_batches_of_an_update_do_not_wait(attention_of_a_gpu, role, 
         for rows in minibatch.micro_batches:
             seen.waits.clear()
             if role == "actor":
-                ActorLoss(model, AlgorithmFlags(), 0.7, MinimumLength((2,), 3))(
+                ActorLoss(model, AlgorithmFlags(), 0.7, ForbiddenTokens((2,), 3))(
                     rows, minibatch, 0.0, MetricSums()
                 )
             else:

@@ -28,7 +28,7 @@ from dschat_ppo.ppo.loss_terms import LossTerm, full_kl_term, sampled_kl
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.token_losses import ActorLoss, RecordedTokens, critic_loss
 from dschat_ppo.ppo.update import PPOUpdate
-from dschat_ppo.types import Experience, MinimumLength, RewardedRollout
+from dschat_ppo.types import Experience, ForbiddenTokens, RewardedRollout
 
 # Answers of 3 and 2 tokens; the second is cut, so it trains the critic alone.
 RESPONSE = torch.tensor([[True, True, True], [True, True, False]])
@@ -57,7 +57,7 @@ def rows_of(**changes) -> Experience:
     return record(Experience, RESPONSE, **{**made, "loss_weights": WEIGHTS, **changes})
 
 
-ENDS = MinimumLength((2,), 1)
+ENDS = ForbiddenTokens((2,), 1)
 
 
 @pytest.fixture
@@ -71,11 +71,11 @@ def loss_of(monkeypatch):
         rows,
         temperature,
         entropy_grad=False,
-        minimum_length=None,
+        forbidden_tokens=None,
         teachings=(),
         pass_rows=None,
     ):
-        assert minimum_length is ENDS
+        assert forbidden_tokens is ENDS
         asked.append((engine, temperature, entropy_grad, *teachings))
         divergences = [DIVERGENCE * number for number in range(1, len(teachings) + 1)]
         return ResponseLogprobs(rows.old_logprobs + LOG_RATIOS, ENTROPIES, divergences)
@@ -410,7 +410,7 @@ def test_each_engine_sees_its_micro_batches_and_constants(monkeypatch):
     monkeypatch.setattr(update, "step_terms", lambda config, engine, further_batches: terms)
     engines, outcome, measured, _ = one_step(monkeypatch, policy=policy)
     assert engines.losses == {"actor": [(ROWS[0], 0.01), (ROWS[1], 0.01), 3.0], "critic": ROWS}
-    of_actor = {**CONSTANTS, "entropy_coef": 0.01, "text_tokens": 6.0, "minimum_length": None}
+    of_actor = {**CONSTANTS, "entropy_coef": 0.01, "text_tokens": 6.0, "forbidden_tokens": None}
     assert handled == [
         ("actor", 3, GOOD, "actor", [*ROWS, "text"], of_actor),
         ("critic", 3, GOOD, "critic", ROWS, CONSTANTS),

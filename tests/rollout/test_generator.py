@@ -142,7 +142,7 @@ def test_logprobs_below_the_minimum_length_are_over_tokens_that_do_not_end_an_an
     )
     with torch.no_grad():
         fresh = response_logprobs(
-            PolicyModel(model_of("llama")), rollout, 1.3, minimum_length=stopping.minimum_length
+            PolicyModel(model_of("llama")), rollout, 1.3, forbidden_tokens=stopping.forbidden_tokens
         ).logprobs
         free = response_logprobs(PolicyModel(model_of("llama")), rollout, 1.3).logprobs
     mask, early = rollout.response_mask, torch.arange(14)[: rollout.response_mask.shape[1]] < 4

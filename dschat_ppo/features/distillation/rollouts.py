@@ -169,7 +169,7 @@ def actor_logprobs(passes: ForwardPasses, rollout: Rollout) -> Tensor:
     for position, row_indices in enumerate(micro_batches):
         rows = select_rows(rollout, row_indices)
         outputs = response_logprobs(
-            passes.actor, rows, passes.temperature, minimum_length=passes.minimum_length
+            passes.actor, rows, passes.temperature, forbidden_tokens=passes.forbidden_tokens
         )
         if position < count:  # the others repeat the last one
             width = outputs.logprobs.shape[1]

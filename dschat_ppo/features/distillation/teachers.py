@@ -13,7 +13,7 @@ from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.features.distillation.flags import DistillationFlags
 from dschat_ppo.models.pass_observers import observed
 from dschat_ppo.models.wrapped_models import ResponseLogprobs, Teaching, response_logprobs
-from dschat_ppo.types import ForwardedRollout, MinimumLength, Model, select_rows
+from dschat_ppo.types import ForbiddenTokens, ForwardedRollout, Model, select_rows
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Teachers:
     engines: Sequence[Model]
     divergence: Divergence
     temperature: float  # of both sides
-    minimum_length: MinimumLength | None = None
+    forbidden_tokens: ForbiddenTokens | None = None
 
     @torch.no_grad()
     def teachings(self, rows: ForwardedRollout) -> list[Teaching]:
@@ -86,14 +86,14 @@ class Teachers:
                     engine,
                     input_rows,
                     self.temperature,
-                    minimum_length=self.minimum_length,
+                    forbidden_tokens=self.forbidden_tokens,
                     keeps_layer=keeps_layer,
                 )
                 yield taught_rows, outputs
 
 
 def teachers_of(
-    config: PPOConfig, frozen: Callable[[str], Model], minimum_length: MinimumLength | None
+    config: PPOConfig, frozen: Callable[[str], Model], forbidden_tokens: ForbiddenTokens | None
 ) -> Teachers:
     """The teachers of a run that distils; the reference, where the flags name no other. `frozen`:
     role -> the model of that role."""
@@ -101,4 +101,4 @@ def teachers_of(
     roles = flags.roles or ["reference"]
     divergence = Divergence(flags.kind, flags.distill_beta, flags.distill_topk)
     engines = [frozen(role) for role in roles]
-    return Teachers(engines, divergence, config.ppo.temperature, minimum_length)
+    return Teachers(engines, divergence, config.ppo.temperature, forbidden_tokens)

@@ -34,7 +34,7 @@ from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.token_losses import ActorLoss, critic_loss
 from dschat_ppo.supervised.sft import sft_loss, sft_terms
 from dschat_ppo.supervised.train_preference import OBJECTIVES
-from dschat_ppo.types import Experience, MinimumLength, RewardedRollout, record_of, to_device
+from dschat_ppo.types import Experience, ForbiddenTokens, RewardedRollout, record_of, to_device
 
 _BATCHES = {objective.batch for objective in OBJECTIVES.values()}
 KINDS: tuple[Any, ...] = (SFTBatch, Experience, RewardedRollout, *_BATCHES)
@@ -160,15 +160,15 @@ def loss_function(bundle: dict[str, Any], config: Any, model: Any) -> Callable[[
 
 def _actor_loss(bundle: dict[str, Any], config: Any, model: Any) -> ActorLoss:
     """The actor's loss, with the frozen models that it compares with."""
-    minimum_length = bundle["constants"]["minimum_length"]
-    if minimum_length:
-        minimum_length = MinimumLength(*minimum_length)
+    forbidden_tokens = bundle["constants"]["forbidden_tokens"]
+    if forbidden_tokens:
+        forbidden_tokens = ForbiddenTokens(*forbidden_tokens)
     return ActorLoss(
         model,
         config.algorithm,
         config.ppo.temperature,
-        minimum_length,
-        loss_terms(config, partial(frozen_model, config), minimum_length),
+        forbidden_tokens,
+        loss_terms(config, partial(frozen_model, config), forbidden_tokens),
         config.has_policy_loss,
     )
 

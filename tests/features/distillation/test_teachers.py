@@ -24,7 +24,7 @@ from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.token_losses import ActorLoss
 from dschat_ppo.types import (
     Experience,
-    MinimumLength,
+    ForbiddenTokens,
     RewardedRollout,
     concat_rows,
     select_rows,
@@ -138,7 +138,7 @@ def test_log_probs_of_sampled_tokens_come_from_the_rows_teacher_without_what_cou
     )
     end = next(token for token in range(VOCABULARY) if token not in rows.response_ids)
     found = Teachers(
-        engines, Divergence("reverse_kl"), TEMPERATURE, MinimumLength((end,), 2)
+        engines, Divergence("reverse_kl"), TEMPERATURE, ForbiddenTokens((end,), 2)
     ).logprobs(rows)
     for number, teacher in ((0, 2), (1, 1)):
         chosen, table = (

@@ -31,7 +31,7 @@ from dschat_ppo.ppo.rollouts import prompt_batch
 from dschat_ppo.ppo.score import ForwardPasses
 from dschat_ppo.ppo.token_losses import ActorLoss, critic_loss
 from dschat_ppo.rewards.learned_reward import ModelReward
-from dschat_ppo.types import Experience, MinimumLength, Rollout, repeat_rows
+from dschat_ppo.types import Experience, ForbiddenTokens, Rollout, repeat_rows
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -109,7 +109,7 @@ def step3(request, tmp_path_factory):
         token_row = dict(prompts[index // 2]) | {"answers": [response]}
         alone.append(alone_inputs(token_row, source._processor))
     whole = AutoModelForImageTextToText.from_pretrained(vlm).eval()
-    banned = MinimumLength((), 0, source.banned_ids)
+    banned = ForbiddenTokens((), 0, source.banned_ids)
     return SimpleNamespace(
         policy=policy, critic=critic, rows=rows, whole=whole, alone=alone, banned=banned
     )
@@ -155,7 +155,7 @@ def test_scoring_gives_the_numbers_of_each_row_alone(step3, way, budget):
         micro_batch_tokens=budget,
         old_logprobs="recompute",
         kl_estimator="k1",
-        minimum_length=step3.banned,
+        forbidden_tokens=step3.banned,
     )
     columns = {name: getattr(step3.rows, name) for name in Rollout.__dataclass_fields__}
     scored = passes(Rollout(**columns), step3.rows.groups)

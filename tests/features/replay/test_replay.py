@@ -32,7 +32,7 @@ from dschat_ppo.nonfinite import BadStep
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.token_losses import ActorLoss, critic_loss
 from dschat_ppo.supervised.sft import SFTTerm, sft_loss
-from dschat_ppo.types import Experience, MinimumLength, RewardedRollout
+from dschat_ppo.types import Experience, ForbiddenTokens, RewardedRollout
 
 POISON = 301  # a token whose embedding is not finite in a poisoned model
 WORDS = {
@@ -138,7 +138,7 @@ CONSTANTS = {
     "value_tokens": 6.0,
     "metric_weight": 0.25,
 }
-ACTOR = {**CONSTANTS, "entropy_coef": 0.01, "minimum_length": None}
+ACTOR = {**CONSTANTS, "entropy_coef": 0.01, "forbidden_tokens": None}
 
 # name -> (step, role, kind of model, good records and then the bad one, constants, further words)
 CASES = {
@@ -292,7 +292,7 @@ def test_losses_of_actor_and_critic_match_the_run(assets, tmp_path, capsys, monk
     config = config_of(assets, tmp_path, "ppo")
     actor, critic, rows = engine_of("policy"), engine_of("scalar"), experience()
     loss = ActorLoss(
-        actor.module, config.algorithm, config.ppo.temperature, MinimumLength((40, 41), 1)
+        actor.module, config.algorithm, config.ppo.temperature, ForbiddenTokens((40, 41), 1)
     )
     rows = rows if scored else replace(rows, old_logprobs=None)
     by_run = loss(rows, MINIBATCH, 0.01, MetricSums())
@@ -306,7 +306,7 @@ def test_losses_of_actor_and_critic_match_the_run(assets, tmp_path, capsys, monk
                 "actor",
                 actor,
                 [rows, GOOD_SFT],
-                ACTOR | {"minimum_length": ((40, 41), 1)},
+                ACTOR | {"forbidden_tokens": ((40, 41), 1)},
             )
         ]
     )
