@@ -27,7 +27,6 @@ from dschat_ppo.supervised.supervised_run import (
     begin_supervised_run,
     given_source_of,
     train_and_save,
-    words_for_card,
 )
 from dschat_ppo.supervised.trainer import SupervisedTrainer
 from dschat_ppo.types import Engine, Model
@@ -145,6 +144,4 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     if terms:
         require_whole_distributions([trainer.engine, *further.values()])
     next_command = tool_command("chat", ["--model", str(run.output)])
-    if model.given_source is not None:
-        next_command = words_for_card(run)
     return train_and_save(trainer, run, next_command, further)

@@ -19,7 +19,6 @@ from dschat_ppo.checkpoint.identity import EVAL_ROWS, RunInputs
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import make_folder, write_file
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.data.prepare import TokenRows, prepare
@@ -227,11 +226,6 @@ def given_source_of(run: SupervisedRun) -> GivenSource | None:
         if source is not None:
             return source
     return None
-
-
-def words_for_card(run: SupervisedRun) -> str:
-    """What follows a run whose model has parts that `chat` does not load."""
-    return f"{shown_path(run.output / 'README.md')} says how to use the model"
 
 
 def train_and_save(

@@ -33,7 +33,6 @@ from dschat_ppo.supervised.supervised_run import (
     begin_supervised_run,
     given_source_of,
     train_and_save,
-    words_for_card,
 )
 from dschat_ppo.supervised.trainer import SupervisedTrainer
 
@@ -83,9 +82,7 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
     trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, config, run.nonfinite)
     output = str(run.output)
     command = tool_command("chat", ["--model", output, "--compare", run.model_folder])
-    if settings:
-        command = words_for_card(run)
-    elif config.has_head:
+    if config.has_head:
         command = step_command("ppo", ppo_words(config, run.model_folder, output))
     return train_and_save(trainer, run, command)
 

@@ -126,7 +126,7 @@ def chat(
     names = [("--model", args.model)]
     if args.compare:
         names.append(("--compare", args.compare))
-    checked = checked_models(names, data)
+    checked = checked_models(names, data, features=features)
     if not args.apply_chat_template:
         checked = [replace(model, is_for_text=True) for model in checked]
     if args.system and any(model.tokenizer.chat_template is None for model in checked):
@@ -146,7 +146,10 @@ def chat(
             load = loader_of(features, checked, at_end) or load
         dtype = dtype_for_tool(args.dtype, [model.folder for model in checked])
         models = [load(model, dtype) for model in checked]
-        Terminal(models, settings, args.system, interactive).run()
+        commands = [
+            command for commands_of in hooks("chat.commands_of") for command in commands_of(models)
+        ]
+        Terminal(models, settings, args.system, interactive, commands).run()
 
 
 def main(argv: Sequence[str]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,14 @@ from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.feature_flags import HasFeatures
+from dschat_ppo.data.content_marks import with_places
 from dschat_ppo.data.encode import encode_prompt
 from dschat_ppo.data.templates import Messages, with_template_flags
 from dschat_ppo.errors import UserError, escaped
 from dschat_ppo.features import hooks
 from dschat_ppo.html_report.run_folder import short_names
 from dschat_ppo.models.architectures import first_position
+from dschat_ppo.models.given_embeddings import GivenSource
 from dschat_ppo.models.lm_kinds import further_kinds
 from dschat_ppo.models.loading import (
     AS_SAVED,
@@ -40,7 +42,7 @@ from dschat_ppo.rollout.generation_request import GenerationConfig
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.self_check import choose_engine
 from dschat_ppo.tools.sampling_settings import SamplingSettings
-from dschat_ppo.tools.token_stream import TextStream, stream_tokens
+from dschat_ppo.tools.token_stream import GivenPrompt, TextStream, stream_tokens
 
 _CONTEXT = 16  # tokens of a text prompt after which its continuation is decoded
 
@@ -119,20 +121,36 @@ class ChatModel:
     """A loaded model that answers conversations, one at a time. `NonFiniteError` if its log-probs
     are not finite, `UserError` if generation does not support the architecture."""
 
-    def __init__(self, checked: CheckedModel, dtype: str):
+    def __init__(
+        self,
+        checked: CheckedModel,
+        dtype: str,
+        changes: ModelChanges = AS_SAVED,
+        source: GivenSource | None = None,
+    ):
+        """Load the model.
+
+        Args:
+            checked: its folder and tokenizer.
+            dtype: of its weights, "bf16", "fp16" or "fp32".
+            changes: what it has otherwise than its folder.
+            source: of what it gets in place of the embeddings of some ids.
+        """
         self.name = checked.label
         self.path = shown_path(checked.name)
         self.tokenizer = checked.tokenizer
         # otherwise texts are joined as they are
         self.has_template = checked.tokenizer.chat_template is not None and not checked.is_for_text
         self.tools: list[dict[str, Any]] = []  # JSON schemas for the chat template
-        model: Any = load_causal_lm(checked.folder, dtype, None)
+        model: Any = load_causal_lm(checked.folder, dtype, None, changes)
         self.model: PreTrainedModel = model.to(dist.device()).eval()
-        config = GenerationConfig(
-            SamplingParameters(), StoppingCriteria(1), prepack=False, engine="padded"
-        )
+        banned_ids: tuple[int, ...] = ()
+        if source is not None:
+            banned_ids = source.banned_ids
+        stopping = StoppingCriteria(1, banned_ids=banned_ids)
+        config = GenerationConfig(SamplingParameters(), stopping, prepack=False, engine="padded")
         try:
-            engine = choose_engine(self.model, config).engine
+            engine = choose_engine(self.model, config, source=source).engine
         except UserError as problem:
             raise UserError(f"{checked.flag} {checked.name}: {problem}") from None
         if engine != config.engine:
@@ -173,10 +191,16 @@ class ChatModel:
         return min(max_tokens, self.positions - len(ids))
 
     def draw_tokens(
-        self, ids: list[int], settings: SamplingSettings, max_tokens: int, *seed_path: int
+        self,
+        ids: list[int],
+        settings: SamplingSettings,
+        max_tokens: int,
+        *seed_path: int,
+        given_prompt: GivenPrompt | None = None,
     ) -> Iterator[StreamedToken]:
         """Draw at most `max_tokens` after `ids`. The seed is that of the settings for `seed_path`,
-        numbers that distinguish what a chat draws."""
+        numbers that distinguish what a chat draws. `given_prompt`: in place of the embeddings of
+        some ids."""
         if not ids:
             raise UserError(f"{self.name}: the message has no tokens; write something")
         max_tokens = self.tokens_that_fit(ids, max_tokens)
@@ -191,7 +215,9 @@ class ChatModel:
         if not self.has_template:
             context = ids[-_CONTEXT:]
         stream = TextStream(self.tokenizer, context)
-        drawn_ids = stream_tokens(self.model, ids, seed, settings.sampling, self.ends, max_tokens)
+        drawn_ids = stream_tokens(
+            self.model, ids, seed, settings.sampling, self.ends, max_tokens, given_prompt
+        )
         for count, token_id in enumerate(drawn_ids, 1):
             if token_id in self.ends:  # a text end need not be a special token
                 yield StreamedToken(stream.rest(), "", token_id)
@@ -214,6 +240,16 @@ def conversation(system: str, turns: Sequence[tuple[str, str]], message: str) ->
     return messages
 
 
+@dataclass(frozen=True)
+class ChatCommand:
+    """A command of the terminal that a feature adds. It puts something before the next message."""
+
+    name: str
+    usage: str  # its line in /help
+    # argument -> (text before the next message, a note for the person); `UserError` if it cannot be
+    run: Callable[[str], tuple[str, str]]
+
+
 HELP = """\
 /help              show these commands
 /reset             forget the conversation, and draw the same random numbers again
@@ -221,7 +257,7 @@ HELP = """\
 /retry             answer the last message again, with other random numbers
 /system [TEXT]     set the system message of the whole conversation; without TEXT, remove it
 /set [NAME VALUE]  change a sampling setting; without NAME, show all of them
-/quit              end the chat (or Ctrl-D); Ctrl-C stops an answer
+{of_features}/quit              end the chat (or Ctrl-D); Ctrl-C stops an answer
 A line that ends with \\ continues on the next one. To send a message that starts with /, start it
 with //."""
 
@@ -246,8 +282,13 @@ class Terminal:
         settings: SamplingSettings,
         system: str,
         interactive: bool,
+        further_commands: Sequence[ChatCommand] = (),
     ):
         self.models = models
+        self.further_commands = {command.name: command for command in further_commands}
+        usages = "".join(f"{command.usage}\n" for command in further_commands)
+        self.help = HELP.format(of_features=usages)
+        self.begun_message = ""  # what commands have put before the next message
         self.settings = settings
         self.system = system
         self.interactive = interactive
@@ -280,7 +321,8 @@ class Terminal:
                     name, _, argument = line[1:].partition(" ")
                     self.command(name, argument.strip())
                 elif line.strip():
-                    self.ask(line.removeprefix("/"))
+                    if self.ask(self.begun_message + line.removeprefix("/")):
+                        self.begun_message = ""
             except UserError as problem:
                 print_note(str(problem))
 
@@ -300,25 +342,27 @@ class Terminal:
             else:
                 print_note("no system message")
         elif name == "set":
-            setting, _, value = argument.partition(" ")
-            if setting and not value:
-                raise UserError("/set needs a name and a value, such as: /set temperature 0.7")
-            if setting:
-                self.settings = self.settings.with_values({setting: value.strip()})
-            settings = asdict(self.settings).items()
-            print_note("  ".join(f"{setting} {value}" for setting, value in settings))
-        elif f"/{name} " not in HELP:
+            self._change_setting(argument)
+        elif name in self.further_commands:
+            text, note = self.further_commands[name].run(argument)
+            self.begun_message += text
+            print_note(note)
+        elif f"/{name} " not in self.help:
             raise UserError(
                 f"there is no command /{name}; /help lists them, and //{name} is a message"
             )
         elif argument:
             raise UserError(f"/{name} takes no argument")
         elif name == "help":
-            print(HELP, flush=True)
+            print(self.help, flush=True)
         elif name == "reset":
             self.turns = [[] for _ in self.models]
             self.response_index = 0
+            self.begun_message = ""
             print_note("a new conversation")
+        elif name == "undo" and self.begun_message:
+            print_note(f"forgotten: {with_places(self.begun_message)}")
+            self.begun_message = ""
         elif not self.turns[0]:
             raise UserError("there is no message yet")
         else:  # undo or retry
@@ -328,10 +372,21 @@ class Terminal:
             if name == "retry":
                 self.ask(message)
             else:
-                print_note(f"forgotten: {message}")
+                print_note(f"forgotten: {with_places(message)}")
 
-    def ask(self, message: str) -> None:
-        """Let every model respond; all or none of the conversations get the message."""
+    def _change_setting(self, argument: str) -> None:
+        """Change a sampling setting, "NAME VALUE", and show all of them."""
+        setting, _, value = argument.partition(" ")
+        if setting and not value:
+            raise UserError("/set needs a name and a value, such as: /set temperature 0.7")
+        if setting:
+            self.settings = self.settings.with_values({setting: value.strip()})
+        settings = asdict(self.settings).items()
+        print_note("  ".join(f"{setting} {value}" for setting, value in settings))
+
+    def ask(self, message: str) -> bool:
+        """Let every model respond; all or none of the conversations get the message. Returns
+        whether they did."""
         responses = []
         try:
             for model, turns in zip(self.models, self.turns, strict=True):
@@ -341,10 +396,11 @@ class Terminal:
                 responses.append(self.write_response(model, messages))
         except KeyboardInterrupt:  # before the first token of a response
             print_note("\nstopped; the message is not part of the conversation")
-            return
+            return False
         self.response_index += 1
         for turns, response in zip(self.turns, responses, strict=True):
             turns.append((message, response))
+        return True
 
     def write_response(self, model: ChatModel, messages: Messages) -> str:
         """Write a response while it is generated; Ctrl-C stops it."""

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from dschat_ppo.models.given_embeddings import GivenPrompts
 from dschat_ppo.models.wrapped_models import vocabulary_size
 from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
 from dschat_ppo.rollout.padded_batches import PaddedBatches
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 from dschat_ppo.types import PromptBatch
+
+
+@dataclass(frozen=True)
+class GivenPrompt:
+    """What a model gets for one prompt in place of the embeddings of some ids."""
+
+    given: GivenPrompts
+    banned_ids: tuple[int, ...]  # that stand for it, and cannot be drawn
+
 
 INCOMPLETE = "\ufffd"  # what decoders write for a part of a character
 
@@ -25,6 +36,7 @@ def stream_tokens(
     sampling: SamplingParameters,
     ends: Collection[int],
     max_new_tokens: int,
+    given_prompt: GivenPrompt | None = None,
 ) -> Iterator[int]:
     """Draw one response: yields the ids of `generate` for prompt and seed, up to rounding, and the
     one that ends it. The forward passes are those of the padded engine, so `choose_engine` with
@@ -33,10 +45,16 @@ def stream_tokens(
     models do."""
     ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
     vocabulary = vocabulary_size(model)
-    stopping = StoppingCriteria(max_new_tokens, tuple(end for end in ends if end < vocabulary))
+    given = None
+    banned_ids: tuple[int, ...] = ()
+    if given_prompt is not None:
+        given = given_prompt.given
+        banned_ids = given_prompt.banned_ids
+    known_ends = tuple(end for end in ends if end < vocabulary)
+    stopping = StoppingCriteria(max_new_tokens, known_ends, banned_ids=banned_ids)
     prompts = PromptBatch(ids, torch.ones_like(ids).bool())
     config = GenerationConfig(sampling, stopping)
-    request = RolloutRequest(prompts, torch.tensor([seed]))
+    request = RolloutRequest(prompts, torch.tensor([seed]), given=given)
     buffers = SequenceBuffers(request, config, vocabulary, slack=1)
     for token in PaddedBatches(model, buffers, 1).tokens(torch.zeros_like(ids[0, :1])):
         yield int(token)

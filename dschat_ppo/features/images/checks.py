@@ -69,7 +69,7 @@ def check_answering_model(
     if not trains_with_images(features, model_config):
         return
     reasons = {f"--{name}": bool(features.value(name)) for name in _WITHOUT_IMAGES}
-    reasons["judges"] = bool(further_models(features))
+    reasons["judges"] = bool(features.value("judge") and further_models(features))
     _refuse_used(reasons, model_config, model)
 
 

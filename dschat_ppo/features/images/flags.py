@@ -73,9 +73,15 @@ class ImageFlags:
         return parse_options(self.image_options)
 
 
-FLAGS = dict.fromkeys(("sft", "reward", "ppo", "evaluate"), ImageFlags)
+FLAGS = dict.fromkeys(("sft", "reward", "ppo", "evaluate", "chat"), ImageFlags)
 NOTES = FlagNotes(
     their_names={"image_column": "image_key", "image_folder": "media_dir"},
     harmless=("image_cache_gb",),
     not_on_cards=("image_cache_gb", "image_folder"),
+    without_effect={
+        "chat": dict.fromkeys(
+            ("image_column", "image_folder"),
+            "has no effect here, where /image PATH adds a picture; omit it",
+        )
+    },
 )

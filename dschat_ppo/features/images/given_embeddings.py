@@ -25,10 +25,10 @@ def source_of(
     config: StepConfig, folder: str, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> ImageStore | None:
     """The images of a run, with the tower of the model in `folder`; None if it sees none."""
-    return _store_of(config, folder, config.run.dtype, tokenizer, device)
+    return store_of(config, folder, config.run.dtype, tokenizer, device)
 
 
-def _store_of(
+def store_of(
     config: HasFeatures,
     folder: str,
     dtype: str,
@@ -66,7 +66,7 @@ def sources_of_roles(
         tokenizer: the actor's.
         device: where towers run.
     """
-    actor = _store_of(config, folders["actor"], dtype, tokenizer, device)
+    actor = store_of(config, folders["actor"], dtype, tokenizer, device)
     if actor is None:
         return {}
     sources = {"actor": actor}

@@ -40,7 +40,7 @@ class ImageStore:
     no others, so that the bits depend neither on the batch nor on the rank. Threads may share
     it."""
 
-    columns = (IMAGES,)
+    columns: tuple[str, ...] = (IMAGES,)
 
     def __init__(
         self, processor: ImageProcessor, tower: ImageTower, most_pixels: int, most_bytes: int

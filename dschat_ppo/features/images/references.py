@@ -74,7 +74,7 @@ class ImagePlaces:
         """What stands for bytes of a table in its rows: of an image, where it is stored."""
         if not content.startswith(_SIGNATURES):
             return number_of_bytes(content)
-        return _STORED + self._stored(content).sha
+        return _STORED + self.stored(content).sha
 
     def file_of(self, value: Any) -> ImageFile:
         """The file of an image, which a row names or holds. `UserError`: it cannot be read."""
@@ -85,7 +85,7 @@ class ImagePlaces:
         if re.fullmatch(rf"{_STORED}[0-9a-f]{{64}}", value):
             return self._file_in_store(value.removeprefix(_STORED))
         if value.startswith("data:"):
-            return self._stored(_bytes_of_url(value))
+            return self.stored(_bytes_of_url(value))
         if value.startswith(("http://", "https://", "ftp://", "s3://", "hf://")):
             raise UserError(f"an image is {value[:80]!r}; {_NO_WEB}")
         path = self._path_in_folder(value.removeprefix("file://"))
@@ -104,7 +104,7 @@ class ImagePlaces:
         if isinstance(inner, str) and inner.startswith(_STORED):
             return self.file_of(inner)
         if isinstance(inner, str):
-            return self._stored(_bytes_of_base64(inner))
+            return self.stored(_bytes_of_base64(inner))
         if isinstance(inner, dict):
             raise UserError(
                 f"an image is {kind_of(inner)}, which are no image of a kind that is known (PNG,"
@@ -135,7 +135,7 @@ class ImagePlaces:
             )
         return ImageFile(str(path), sha)
 
-    def _stored(self, content: bytes) -> ImageFile:
+    def stored(self, content: bytes) -> ImageFile:
         """The file of an image that the data hold, by the hash of its content."""
         sha = hashlib.sha256(content).hexdigest()
         path = Path(self.store) / sha[:2] / sha

@@ -49,11 +49,9 @@ def read_by_model(
     model = model_flag(config)
     model_config = load_config(folder, model)
     if not trains_with_images(config, model_config):
-        _refuse_flags_of_images(config, model_config, f"{model} {folder}")
+        refuse_flags_of_images(config, model_config, f"{model} {folder}")
         return data
-    require_extra("PIL", f"{model} {folder} sees images, and")
-    if model_config.model_type == "smolvlm":
-        require_extra("num2words", f"{model} {folder}: SmolVLM's processor")
+    require_extras(model_config, f"{model} {folder}")
     content = images_of_rows(config, data, model_config, folder, tokenizer)
     require_place_for_images(tokenizer, content.processor.placeholder)
     data_flags = data.flags
@@ -63,9 +61,14 @@ def read_by_model(
     return replace(data, flags=data_flags, content=content)
 
 
-def _refuse_flags_of_images(
-    config: HasFeatures, model_config: PretrainedConfig, model: str
-) -> None:
+def require_extras(model_config: PretrainedConfig, model: str) -> None:
+    """Require what reading images for a `model`, its flag and folder, needs."""
+    require_extra("PIL", f"{model} sees images, and")
+    if model_config.model_type == "smolvlm":
+        require_extra("num2words", f"{model}: SmolVLM's processor")
+
+
+def refuse_flags_of_images(config: HasFeatures, model_config: PretrainedConfig, model: str) -> None:
     """Refuse flags of images for a `model`, its flag and folder, that is used for text."""
     flags = config.of(ImageFlags)
     name = type(model_config).__name__
