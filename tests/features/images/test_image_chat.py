@@ -8,7 +8,7 @@ import pytest
 import torch
 from features.images.image_runs import write_pictures
 from PIL import Image
-from tiny_vlms import save_tiny_vlm, tiny_vlm_tokenizer
+from tiny_vlms import ASKED, save_tiny_vlm, tiny_vlm_tokenizer
 from transformers import AutoModelForImageTextToText
 
 from dschat_ppo.features.images.processors import load_processor
@@ -16,6 +16,7 @@ from dschat_ppo.models.loading import load_config
 from dschat_ppo.tools.chat import main
 
 TOKENS = 5
+OTHERS = ("smolvlm", "qwen2_5_vl", "gemma3")
 QUESTION = "what is the colour of this picture ?"
 IMAGE = {"type": "image"}
 
@@ -83,9 +84,17 @@ class Oracle:
         return self.tokenizer.decode(response, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "idefics3"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_vl", "idefics3", *(pytest.param(name, marks=pytest.mark.release) for name in OTHERS)],
+)
 def test_answers_are_those_of_transformers(folder, chat, family):
     """To a picture, to two further ones after it, and to a question without one."""
+    if not (folder / family).exists():
+        save_tiny_vlm(folder / family, family)
+    asked = []
+    if family in ASKED:
+        asked = ["--with_images", "True"]
     oracle = Oracle(folder, family)
     names = ("a.png", "b.png", "c.png")
     first, second, third = (Image.open(folder / name).convert("RGB") for name in names)
@@ -93,6 +102,7 @@ def test_answers_are_those_of_transformers(folder, chat, family):
         family,
         [f"/image {folder}/a.png", QUESTION, f"/image '{folder}/b.png'", f"/image {folder}/c.png"]
         + ["which is big ?", "what is red ?"],
+        *asked,
     )
     answers = [line for line in lines if not line.startswith(("[cut", "before the next message"))]
     messages = [{"role": "user", "content": [IMAGE, text(QUESTION)]}]
