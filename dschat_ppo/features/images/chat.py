@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dschat_ppo.common import dist
-from dschat_ppo.config.feature_flags import HasFeatures
+from dschat_ppo.config.feature_flags import HasFeatures, features_observe
 from dschat_ppo.data.content_marks import MARK, MOST_MARKS, index_of, mark_of
 from dschat_ppo.data.encode import encode_example
 from dschat_ppo.data.examples import Example
@@ -63,6 +63,11 @@ def loader_of(
         model_config = load_config(checked[0].folder, checked[0].flag)
         refuse_flags_of_images(features, model_config, f"{checked[0].flag} {checked[0].name}")
         return None
+    if features_observe(features):
+        raise UserError(
+            f"{seeing[0].flag} {seeing[0].name}: sees pictures, which do not go with tools and"
+            " environments in a chat yet; omit their flags"
+        )
     folder = at_end.enter_context(TemporaryDirectory())
     pictures = ChatPictures(folder, features.of(ImageFlags).image_max_source_pixels)
 

@@ -91,7 +91,7 @@ def check_readers(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Refuse models that would read prompts with images, and do not see these, or see them by other
-    tokens than the actor. Arguments as `ppo.prompt_contents.check_readers`."""
+    tokens than the actor. Arguments as `check_readers` of the caller."""
     if not any(_have_images(rows, ()) for rows in prompts):
         return
     actor_config = load_config(folder, "model")

@@ -2,6 +2,7 @@
 the model's own processor, and the command `/image`."""
 
 import io
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +12,15 @@ from PIL import Image
 from tiny_vlms import ASKED, save_tiny_vlm, tiny_vlm_tokenizer
 from transformers import AutoModelForImageTextToText
 
+from dschat_ppo.config.feature_flags import FeatureFlags
+from dschat_ppo.errors import UserError
+from dschat_ppo.features.environments.flags import EnvironmentFlags
+from dschat_ppo.features.images.chat import loader_of
+from dschat_ppo.features.images.flags import ImageFlags
 from dschat_ppo.features.images.processors import load_processor
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.tools.chat import main
+from dschat_ppo.tools.chat_model import CheckedModel
 
 TOKENS = 5
 OTHERS = ("smolvlm", "qwen2_5_vl", "gemma3")
@@ -182,7 +189,10 @@ def test_flags_of_images_without_an_effect_are_refused(assets, folder, capsys):
     words = ["--model", str(assets / "lm"), "--with_images", "True"]
     assert main(words) == 2
     assert "--with_images True: --model" in capsys.readouterr().err
-    assert main(["--model", str(folder / "qwen3_vl"), "--tools", "python"]) == 2
-    assert "which do not go with --tools yet" in capsys.readouterr().err
+    vlm = str(folder / "qwen3_vl")
+    checked = CheckedModel(vlm, "qwen3_vl", "--model", vlm, tiny_vlm_tokenizer("qwen3_vl"))
+    features = FeatureFlags((EnvironmentFlags(tools=["a.py:f"]), ImageFlags()))
+    with ExitStack() as at_end, pytest.raises(UserError, match="tools and environments in a chat"):
+        loader_of(features, [checked], at_end)
     assert main(["--model", "x", "--image_folder", "y"]) == 2
     assert "where /image PATH adds a picture" in capsys.readouterr().err
