@@ -80,6 +80,15 @@ def picture(rng: random.Random) -> tuple[bytes, str]:
     return file.getvalue(), f"{kind} {mode} {width}x{height} {sorted(settings)}"
 
 
+def _plain_picture() -> bytes:
+    """A PNG that each model can use."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (40, 20), "red").save(file, "PNG")
+    return file.getvalue()
+
+
 def mutated_picture(rng: random.Random) -> tuple[bytes, str]:
     """That of a file whose content is broken in most cases."""
     content, what = picture(rng)
@@ -202,11 +211,9 @@ def processor_in_step(rng: random.Random, material: Path, own: Path) -> int:
     processors = [path for path in files if "processor" in path.name]
     note(mutate_file(rng, rng.choice((rng.choice(files), rng.choice(processors)))))
     step = rng.choice(("sft", "reward", "dpo", "ppo"))
-    rows = []
-    for index in range(_ROWS):
-        content, _ = picture(rng)
-        (own / f"{index}.png").write_bytes(content)
-        rows.append(_row(rng, step, f"{index}.png"))
+    (own / "0.png").write_bytes(_plain_picture())
+    answers = dict.fromkeys(("response", "chosen", "answer"), "red")
+    rows = [{"image": "0.png", "prompt": "what ?", "rejected": "blue", **answers}] * _ROWS
     data = own / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return run_step_until_models(step, _words(rng, step, vlm, data, own))

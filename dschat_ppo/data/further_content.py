@@ -34,8 +34,9 @@ class FurtherContent(Protocol):
         """That of a data set, by the file or folder that it is in."""
         ...
 
-    def columns_left(self, columns: Sequence[str]) -> list[str]:
-        """The columns of a data set that its form sees."""
+    def columns_left(self, columns: Sequence[str], is_only: bool) -> list[str]:
+        """The columns of a data set that its form sees. `UserError`: it `is_only`, the only one,
+        and has no column that a flag names."""
         ...
 
     def taken_out(self, row: Row) -> tuple[Row, list[Any]]:

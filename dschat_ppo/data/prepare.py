@@ -204,7 +204,7 @@ def settings_by_first_rows(
     form_columns = columns
     if step.content is not None:
         step = replace(step, content=step.content.of_source(source.location))
-        form_columns = step.content.columns_left(columns)
+        form_columns = step.content.columns_left(columns, is_only)
         first_rows = rows_for_form(first_rows, step)
     has_template = tokenizer.chat_template is not None
     use = step.form_use

@@ -10,6 +10,7 @@ flags.
 from __future__ import annotations
 
 import json
+import os
 import re
 from contextlib import suppress
 from copy import deepcopy
@@ -125,7 +126,7 @@ def template_of_file(name: str) -> str:
     """The text of a Jinja file, whose syntax is checked; `rendered.py` checks what it
     renders."""
     path = Path(name)
-    if not path.is_file():
+    if not os.path.isfile(path):  # also of a name that is too long
         raise UserError(f"{FLAG} {name}: neither a file nor one of {', '.join(NAMED)}")
     with reading(f"{FLAG} {name}: cannot be used"):  # Python's parser and Jinja's limit the nesting
         text = path.read_text(encoding="utf-8-sig")

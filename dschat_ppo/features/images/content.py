@@ -15,11 +15,12 @@ from datasets import Dataset, List, Value
 from dschat_ppo.data.content_marks import MARK, has_marks, index_of, mark_of
 from dschat_ppo.data.encode import EncodedExample
 from dschat_ppo.data.examples import Example, Messages, Row
+from dschat_ppo.data.form_sample import quoted_names
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.features.images.columns import IMAGES, SPANS
 from dschat_ppo.features.images.image_files import ImageFile, decoded_image
 from dschat_ppo.features.images.processors import ImageProcessor
-from dschat_ppo.features.images.references import ImagePlaces, columns_left
+from dschat_ppo.features.images.references import ImagePlaces
 
 _AS_CHAT = "--apply_chat_template True makes messages of prompts that are text"
 
@@ -55,9 +56,15 @@ class RowImages:
             folder = str(path if path.is_dir() else path.parent)
         return replace(self, places=replace(self.places, folder=folder))
 
-    def columns_left(self, columns: Sequence[str]) -> list[str]:
-        """Those that hold no images."""
-        return list(columns_left(self.places, columns))
+    def columns_left(self, columns: Sequence[str], is_only: bool) -> list[str]:
+        """Those that hold no images. `UserError`: that of `--image_column` is not there."""
+        named = self.places.column
+        if is_only and named is not None and named not in columns:
+            raise UserError(
+                f"--image_column {named}: the data have no such column; they have"
+                f" {quoted_names(list(columns))}"
+            )
+        return [column for column in columns if not self.places.is_column(column)]
 
     def taken_out(self, row: Row) -> tuple[Row, list[Any]]:
         """See `ImagePlaces`."""

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -222,8 +222,3 @@ class _Walk:
             image = self.waiting.pop(0)
         self.images.append(image)
         return mark_of(len(self.images) - 1)
-
-
-def columns_left(places: ImagePlaces, columns: Sequence[str]) -> Iterator[str]:
-    """The columns that do not hold images beside the texts."""
-    return (column for column in columns if not places.is_column(column))

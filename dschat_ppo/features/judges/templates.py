@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import jinja2
@@ -102,7 +103,7 @@ def _template(spec: JudgeSpec, has_reference: bool) -> str:
     if name in BUILT_IN:
         return BUILT_IN[name]
     path = Path(name)
-    if not path.is_file():
+    if not os.path.isfile(path):  # also of a name that is too long
         raise UserError(f"{spec}: template {name}: neither a file nor one of {', '.join(BUILT_IN)}")
     with reading(f"{spec}: template {name}: cannot be used"):
         return path.read_text(encoding="utf-8-sig")

@@ -17,6 +17,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.features.images.checks import check_trained_model
 from dschat_ppo.features.images.content import IMAGES
 from dschat_ppo.features.images.given_embeddings import source_of
+from dschat_ppo.features.images.processors import load_processor
 from dschat_ppo.features.images.saved_parts import beside_of
 from dschat_ppo.features.images.step_data import read_by_model
 from dschat_ppo.models.loading import check_causal_lm, load_config
@@ -67,6 +68,32 @@ def test_the_order_of_rows_does_not_change_a_bit(folder):
     assert torch.equal(both[20:], alone)
     text_row = dict(rows[0]) | {IMAGES: []}
     assert store.for_rows([text_row], torch.zeros(1, 4, dtype=torch.int64)) is None
+
+
+def test_a_file_that_changes_between_two_steps_ends_the_run(folder, tmp_path):
+    """By its name, when it is needed again."""
+    vlm = folder / "idefics3"
+    write_pictures(tmp_path)
+    data = write_rows(tmp_path, ROWS)
+    rows, config, tokenizer = prepared(vlm, data, "--image_cache_gb", "0")
+    store = source_of(config, str(vlm), tokenizer, torch.device("cpu"))
+    first, _, last = by_picture(rows)
+    collate_sft(rows, [first, last], 0, False, store.for_rows)
+    (tmp_path / "d.png").replace(tmp_path / "a.png")
+    collate_sft(rows, [last], 0, False, store.for_rows)
+    with pytest.raises(UserError, match=r"a\.png: the image has changed since"):
+        collate_sft(rows, [first], 0, False, store.for_rows)
+
+
+def test_a_model_without_a_processor_is_refused(folder, tmp_path):
+    config = load_config(str(folder / "idefics3"), "")
+    with pytest.raises(UserError, match="has no processor of images"):
+        load_processor(config, str(tmp_path), None, {}, None)
+
+
+def test_a_column_that_the_data_do_not_have_is_refused(folder):
+    with pytest.raises(UserError, match="--image_column picture: the data have no such column"):
+        prepared(folder / "idefics3", folder / "rows.jsonl", "--image_column", "picture")
 
 
 def test_options_change_the_tokens_and_are_saved(folder, tmp_path):

@@ -48,6 +48,7 @@ def test_what_a_spec_says(text, model, weight, sources, labels):
         ("--judge =J", "expected a data source before '='"),
         ("--judge ?labels=a,b", "expected the folder or hub name of a language model"),
         ("--judge J?template=no.jinja", "template no.jinja: neither a file nor one of grade"),
+        (f"--judge J?template={'x' * 5000}", "x: neither a file nor one of grade"),
         ("--offload_judge_models", "has no effect: it is for --judge"),
         ("--judge J --offload_judge_models", "needs --actor_zero_stage 3"),
         ("--judge J --sequence_parallel_size 2", "--judge needs whole rows on a rank"),
