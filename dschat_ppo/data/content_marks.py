@@ -11,6 +11,7 @@ MOST_MARKS = 256  # of a row
 PLACE = (
     "<image>"  # how a mark is shown; in texts of data sets such as LLaVA's the place of an image
 )
+_BASE64 = re.compile("[A-Za-z0-9+/]{200,}={0,2}")
 MARK = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_FIRST_MARK + MOST_MARKS - 1)}]")
 
 
@@ -34,6 +35,12 @@ def with_places(content: Any) -> Any:
     if not isinstance(content, str):
         return content
     return MARK.sub(PLACE, content)
+
+
+def without_base64(text: str) -> str:
+    """A text for people, with the number of characters in place of content in base64, which is as
+    long as no word is."""
+    return _BASE64.sub(lambda content: f"<{len(content[0])} characters of base64>", text)
 
 
 def in_parts(content: Any) -> list[dict[str, str]]:

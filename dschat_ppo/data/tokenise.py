@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.stop_requests import raise_if_stop_requested
 from dschat_ppo.config.data_flags import StepData
+from dschat_ppo.data.content_marks import without_base64
 from dschat_ppo.data.encode import EncodedExample, encode_example
 from dschat_ppo.data.examples import (
     ADDED,
@@ -201,7 +202,7 @@ def _unusable(problem: str) -> dict[str, Any]:
 
 def _quoted_row(row: dict[str, Any]) -> str:
     """The first characters of a row in a message."""
-    text = json.dumps(row, default=str, ensure_ascii=False)
+    text = without_base64(json.dumps(row, default=str, ensure_ascii=False))
     if len(text) <= _QUOTED:
         return text
     return f"{text[:_QUOTED]}..."

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from itertools import chain, zip_longest
+from typing import Any, TypeVar
 
 from dschat_ppo.features import hooks
 from dschat_ppo.html_report.run_folder import ReportedResponse, Run
@@ -34,7 +36,7 @@ class ShownResponses:
 def shown_responses(runs: Sequence[Run]) -> ShownResponses:
     """The responses to `MOST_PROMPTS` held-out prompts of each run, and training samples of
     `MOST_STEPS` of its steps."""
-    columns_by_prompt: dict[str, list[Titled]] = {}
+    columns_by_prompt: dict[tuple[str, str], list[Titled]] = {}
     training: list[Titled] = []
     for run in runs:
         prefix = f"{run.name}, " if len(runs) > 1 else ""
@@ -51,15 +53,52 @@ def shown_responses(runs: Sequence[Run]) -> ShownResponses:
         for step, samples in _with_fold_outs(run, steps_shown):
             by_score = sorted(samples, key=lambda sample: -(sample.score or 0.0))
             training.append((f"{prefix}step {step}", by_score))
-    return ShownResponses(list(columns_by_prompt.items()), training)
+    held_out = [(prompt, columns) for (prompt, _), columns in columns_by_prompt.items()]
+    return _with_contents(ShownResponses(held_out, training))
 
 
-def _held_out_by_prompt(run: Run) -> dict[str, dict[int, list[ReportedResponse]]]:
-    """Prompt -> step -> its responses in the evaluation after this step."""
-    by_prompt: dict[str, dict[int, list[ReportedResponse]]] = {}
+def _with_contents(shown: ShownResponses) -> ShownResponses:
+    """The responses with what shows the contents of their prompts. A feature offers
+    `report_parts.content_parts_of(contents)`: HTML of each, "" where it shows nothing. It gets the
+    contents of held-out prompts and those of training samples, the newest first, in turn, because
+    a page may hold a part of them."""
+    of_held_out = [columns[0][1] for _, columns in shown.held_out]
+    of_training = [group for _, group in reversed(shown.training)]
+    contents: dict[str, Mapping[str, Any]] = {}
+    no_responses = list[ReportedResponse]()
+    for pair in zip_longest(of_held_out, of_training, fillvalue=no_responses):
+        for response in chain(*pair):
+            if response.content:
+                contents[_key(response)] = response.content
+    if not contents:
+        return shown
+    parts = dict.fromkeys(contents, "")
+    for content_parts_of in hooks("report_parts.content_parts_of"):
+        for key, part in zip(contents, content_parts_of(list(contents.values())), strict=True):
+            parts[key] += part
+
+    def with_parts(titled: list[Titled]) -> list[Titled]:
+        """The same responses with these parts."""
+        return [
+            (title, [replace(each, content_part=parts.get(_key(each), "")) for each in group])
+            for title, group in titled
+        ]
+
+    held_out = [(prompt, with_parts(columns)) for prompt, columns in shown.held_out]
+    return ShownResponses(held_out, with_parts(shown.training))
+
+
+def _key(response: ReportedResponse) -> str:
+    """What tells the content of its prompt from that of others."""
+    return json.dumps(response.content, sort_keys=True)
+
+
+def _held_out_by_prompt(run: Run) -> dict[tuple[str, str], dict[int, list[ReportedResponse]]]:
+    """(prompt, key of its content) -> step -> its responses in the evaluation after this step."""
+    by_prompt: dict[tuple[str, str], dict[int, list[ReportedResponse]]] = {}
     for response in run.responses:
         if response.kind == "held-out":
-            by_step = by_prompt.setdefault(response.prompt, {})
+            by_step = by_prompt.setdefault((response.prompt, _key(response)), {})
             by_step.setdefault(response.step, []).append(response)
     return by_prompt
 

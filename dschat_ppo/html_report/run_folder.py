@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,9 @@ class ReportedResponse:
     ended: str
     turns: Sequence[Turn] = ()  # of an episode of several turns
     fold_outs: Sequence[str] = ()  # HTML of features
+    # what the prompt holds besides text, and HTML that shows it
+    content: Mapping[str, Any] = field(default_factory=dict)
+    content_part: str = ""
 
 
 @dataclass(frozen=True)
@@ -256,6 +259,7 @@ def _sampled(line: dict[str, Any]) -> ReportedResponse:
         tokens=int(line["length"]),
         ended=str(line["ended"]),
         turns=_turns(line.get("turns", ())),
+        content=dict(line.get("content") or {}),
     )
 
 
@@ -299,6 +303,7 @@ def _evaluated(step: int, line: dict[str, Any]) -> list[ReportedResponse]:
                 tokens=int(tokens),
                 ended=str(ended),
                 turns=_turns(turns),
+                content=dict(line.get("content") or {}),
             )
         )
     return responses

@@ -85,6 +85,11 @@ class GivenSource(Protocol):
         methods below find what is given for them; `number_prompts` numbers the data set."""
         ...
 
+    def records_of(self, prompts: PromptBatch | Rollout) -> list[dict[str, Any]]:
+        """The token rows of prompts that have these columns; {} of prompts for which nothing is
+        given."""
+        ...
+
     def for_prompts(self, prompts: PromptBatch) -> GivenPrompts:
         """What is given for prompts that have these columns. It is made when it is asked for."""
         ...

@@ -20,6 +20,7 @@ from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.data.further_data import FurtherData, prepare_further_data
 from dschat_ppo.data.prepare import TokenRows, prepare
+from dschat_ppo.data.prompt_contents import prompt_content
 from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import check_zero_plus_plus, require_agreement
 from dschat_ppo.engine.rlhf_engine import ModelFolders
@@ -40,7 +41,6 @@ from dschat_ppo.monitor.early_stop import warn_of_few_evaluations
 from dschat_ppo.ppo.components import PPOData
 from dschat_ppo.ppo.generation_settings import check_stop_ids
 from dschat_ppo.ppo.own_algorithms import check_own_functions
-from dschat_ppo.ppo.prompt_contents import PromptReader, check_readers, prompt_content
 from dschat_ppo.ppo.rollouts import described_tools
 from dschat_ppo.rewards.build_rewards import (
     CheckedFunction,
@@ -54,8 +54,10 @@ from dschat_ppo.rewards.build_rewards import (
 from dschat_ppo.rewards.function_reward import FunctionReward, function_files, parse_function
 from dschat_ppo.rewards.learned_reward import saved_statistics, token_scoring
 from dschat_ppo.run.run_models import (
+    PromptReader,
     check_further_models,
     check_language_model,
+    check_readers,
     check_same_tokens,
     data_of_model,
 )

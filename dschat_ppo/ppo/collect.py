@@ -24,7 +24,7 @@ from dschat_ppo.ppo.generation_settings import greedily
 from dschat_ppo.ppo.own_algorithms import OwnSampler
 from dschat_ppo.ppo.rollout_sampler import RolloutSampler
 from dschat_ppo.ppo.rounds import Rounds
-from dschat_ppo.ppo.samples import printed_responses, sample_lines
+from dschat_ppo.ppo.samples import contents_of, printed_responses, sample_lines
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
 from dschat_ppo.rewards.reward_source import (
     FailedRows,
@@ -246,8 +246,12 @@ class ExperienceCollection:
         self.metrics |= self.rounds.metrics
         ppo = self.config.ppo
         if dist.is_main() and ppo.print_answers and step % ppo.print_answers_interval == 0:
+            printed_rows = to_device(step_rows, "cpu")
             lines = sample_lines(
-                to_device(step_rows, "cpu"), self.requests.tokenizer, self.requests.mixture.names
+                printed_rows,
+                self.requests.tokenizer,
+                self.requests.mixture.names,
+                contents=contents_of(printed_rows, self.sampler.given_source),
             )
             # as one record: no other line comes between
             logger().info(printed_responses(step, lines))

@@ -22,6 +22,7 @@ from dschat_ppo.common.atomic_files import make_folder, write_file
 from dschat_ppo.config.ppo_flags import EvaluationFlags
 from dschat_ppo.config.supervised_flags import BestMetric
 from dschat_ppo.data.batches import PADDING_ROW, optimizer_steps
+from dschat_ppo.data.prompt_contents import prompt_content
 from dschat_ppo.errors import StorageError
 from dschat_ppo.monitor.early_stop import EarlyStop
 from dschat_ppo.monitor.writers import finite_or_null
@@ -61,6 +62,8 @@ class EvaluatedPrompt:
     turns: list[list[dict[str, Any]]] = field(default_factory=list)
     # the last message of each answer without thoughts and calls; [] if these are the answers
     finals: list[str] = field(default_factory=list)
+    # what the prompt holds besides text (`PromptContent.record`)
+    content: dict[str, Any] = field(default_factory=dict)
 
 
 def final_answer(text: str) -> str:
@@ -219,6 +222,7 @@ def evaluated_prompts(
                 data_source=names[position],
                 turns=sections[of_prompt] if has_sections else [],
                 finals=finals[of_prompt] if has_finals else [],
+                content=dict(prompt_content(requests.prompts[index]).record),
             )
         )
     return evaluated
@@ -365,7 +369,7 @@ def json_line(row: EvaluatedPrompt) -> str:
     """One line of JSON, without the fields that only some rows have where they are empty. NaN and
     infinity become null, as in metrics.jsonl."""
     line = asdict(row)
-    for name in ("data_source", "numbers", "turns", "finals"):
+    for name in ("data_source", "numbers", "turns", "finals", "content"):
         if not line[name]:
             del line[name]
     return json.dumps(finite_or_null(line), allow_nan=False)

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.data.model_replies import reply_of_tokens
+from dschat_ppo.data.prompt_contents import real_tokens
 from dschat_ppo.data.reply_tokens import LONGEST_MARK, ends_in_thought
 from dschat_ppo.features import hooks
 from dschat_ppo.rewards.call_forms import ResponseText
@@ -22,10 +23,7 @@ def texts_of(
     tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor, skip_special_tokens: bool
 ) -> list[str]:
     """The real tokens of each row, `ids` and `mask` (B, T), as text."""
-    # to the CPU at once, not two waits for each row
-    rows = []
-    for row_ids, row_mask in zip(ids.cpu(), mask.cpu(), strict=True):
-        rows.append(row_ids[row_mask].tolist())
+    rows = real_tokens(ids, mask)
     return list(tokenizer.batch_decode(rows, skip_special_tokens=skip_special_tokens))
 
 

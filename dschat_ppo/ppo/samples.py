@@ -13,10 +13,26 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.common import dist
+from dschat_ppo.data.prompt_contents import (
+    TEXT_ALONE,
+    PromptContent,
+    prompt_content,
+    readable_prompts,
+    real_tokens,
+)
 from dschat_ppo.features import hooks
+from dschat_ppo.models.given_embeddings import GivenSource
 from dschat_ppo.monitor.writers import JsonLines
-from dschat_ppo.ppo.response_texts import heading, shown_sections, texts_of, whole_texts
-from dschat_ppo.types import FinishReason, ScoredRollout, row_lengths, select_rows, to_device
+from dschat_ppo.ppo.response_texts import heading, shown_sections, whole_texts
+from dschat_ppo.types import (
+    FinishReason,
+    PromptBatch,
+    Rollout,
+    ScoredRollout,
+    row_lengths,
+    select_rows,
+    to_device,
+)
 
 # responses in samples.jsonl: of the first prompts, those with the highest and the lowest score
 SAMPLES_PER_STEP = 8
@@ -33,6 +49,7 @@ class Samples:
     sources: Sequence[str]  # names of the reward sources in the order of `source_scores`
     # names of the data sets, which the rows index
     data_sources: Sequence[str] = ()
+    given_source: GivenSource | None = None  # of what prompts hold besides text
 
     def is_due(self, step: int) -> bool:
         """Whether responses of PPO step `step` are written."""
@@ -47,7 +64,10 @@ class Samples:
             rows = replace(rows, response_mask=rows.sampled_mask)
         index = torch.tensor(sampled_rows(rows, self.count), device=rows.groups.device)
         written_rows = to_device(select_rows(rows, index), "cpu")
-        lines = sample_lines(written_rows, self.tokenizer, self.sources, self.data_sources)
+        contents = contents_of(written_rows, self.given_source)
+        lines = sample_lines(
+            written_rows, self.tokenizer, self.sources, self.data_sources, contents
+        )
         self.lines.append({"step": step, **line} for line in lines)
         return lines
 
@@ -82,11 +102,19 @@ def best_and_worst_rows(groups: Sequence[int], scores: Sequence[float], count: i
     return rows[:count]
 
 
+def contents_of(rows: PromptBatch | Rollout, source: GivenSource | None) -> list[PromptContent]:
+    """What the prompts of rows hold besides text, by the `source` of what models get for it."""
+    if source is None:
+        return [TEXT_ALONE] * len(rows.prompt_ids)
+    return [prompt_content(record) for record in source.records_of(rows)]
+
+
 def sample_lines(
     rows: ScoredRollout,
     tokenizer: PreTrainedTokenizerBase,
     sources: Sequence[str],
     data_sources: Sequence[str] = (),
+    contents: Sequence[PromptContent] = (),
 ) -> list[dict[str, Any]]:
     """What `samples.jsonl` says of each row, without the step. The score of a row that left its
     group is NaN, and its KL None.
@@ -96,8 +124,10 @@ def sample_lines(
         tokenizer: decodes prompts and responses.
         sources: names of the K reward sources.
         data_sources: names of the data sets; with one, lines do not name it.
+        contents: what the prompt of each row holds besides text; (): nothing.
     """
-    prompts = texts_of(tokenizer, rows.prompt_ids, rows.prompt_mask, skip_special_tokens=True)
+    contents = contents or [TEXT_ALONE] * len(rows.prompt_ids)
+    prompts = readable_prompts(tokenizer, real_tokens(rows.prompt_ids, rows.prompt_mask), contents)
     answers = whole_texts(tokenizer, rows)
     lengths = rows.response_mask.sum(dim=1)  # (B,)
     tokens = row_lengths(rows)
@@ -124,6 +154,8 @@ def sample_lines(
         }
         if len(data_sources) > 1 and rows.data_sources is not None:
             line["data_source"] = data_sources[int(rows.data_sources[row])]
+        if contents[row].record:
+            line["content"] = contents[row].record
         if sections:
             line["turns"] = sections
         if remarks[row]:

@@ -21,6 +21,15 @@ from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.config.on_policy import OldLogprobs
 from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.data.prompt_contents import (
+    TEXT_ALONE,
+    PromptContent,
+    prompt_content,
+    readable_prompts,
+    real_tokens,
+    shown_prompts,
+    shown_row,
+)
 from dschat_ppo.features import hooks
 from dschat_ppo.models.micro_batches import (
     even_passes,
@@ -31,14 +40,6 @@ from dschat_ppo.models.micro_batches import (
 from dschat_ppo.models.step_passes import StepPasses, on_host
 from dschat_ppo.models.wrapped_models import Teaching, response_logprobs, response_values
 from dschat_ppo.ppo.mini_dataset import gather_rows, prompts_of
-from dschat_ppo.ppo.prompt_contents import (
-    TEXT_ALONE,
-    PromptContent,
-    prompt_content,
-    readable_prompts,
-    shown_prompts,
-    shown_row,
-)
 from dschat_ppo.ppo.response_texts import response_texts
 from dschat_ppo.ppo.rollouts import RolloutExtension
 from dschat_ppo.rewards.call_forms import ResponseText
@@ -108,9 +109,8 @@ class RewardRequests:
         """The prompts of a rollout, which are those at `indices`, without special tokens."""
         each = slice(None, None, len(rollout.prompt_ids) // len(indices))
         contents = [prompt_content(self.prompts[index]) for index in indices]
-        return readable_prompts(
-            self.tokenizer, rollout.prompt_ids[each], rollout.prompt_mask[each], contents
-        )
+        prompts = real_tokens(rollout.prompt_ids[each], rollout.prompt_mask[each])
+        return readable_prompts(self.tokenizer, prompts, contents)
 
     def count_failed_rows(self) -> FailedRows:
         """Responses of all ranks since the last count that a function failed on or that no source

@@ -203,6 +203,7 @@ def train_policy(
         begun.data.tokenizer,
         components.collection.requests.mixture.names,
         begun.data.rows.sources,
+        components.collection.sampler.given_source,
     )
     resumable = ResumablePPO(components, evaluation, health, [lines])
     with session.training(resumable) as (writer, checkpointer):

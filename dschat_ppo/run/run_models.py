@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from datasets import Dataset
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from dschat_ppo.config.data_flags import StepData
@@ -65,6 +67,37 @@ def read_by_model(
     for read_by_feature in hooks("step_data.read_by_model"):
         data = read_by_feature(features, data, folder, tokenizer)
     return data
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """A model that reads the prompts which another one answers."""
+
+    role: str  # "reference", "critic" or "reward"
+    flag: str
+    folder: str
+    sources: Sequence[str] = ()  # data sources whose prompts it reads; (): all of them
+
+
+def check_readers(
+    features: HasFeatures,
+    folder: str,
+    readers: Sequence[PromptReader],
+    prompts: Sequence[Dataset],
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Check that models can read what prompts hold besides text, before models are loaded. A
+    feature offers `checks.check_readers` with these arguments, which raises `UserError`.
+
+    Args:
+        features: the flags of a run or of a tool.
+        folder: of the model that answers the prompts.
+        readers: the other models.
+        prompts: token rows.
+        tokenizer: of the model that answers.
+    """
+    for check_readers_of_feature in hooks("checks.check_readers"):
+        check_readers_of_feature(features, folder, readers, prompts, tokenizer)
 
 
 def check_same_tokens(

@@ -23,8 +23,10 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, titled_table
 from dschat_ppo.common.paths import MODELS, shown_path
 from dschat_ppo.common.progress import duration
+from dschat_ppo.data.content_marks import without_base64
 from dschat_ppo.data.encode import decoded
 from dschat_ppo.data.examples import ADDED
+from dschat_ppo.data.prompt_contents import prompt_content
 from dschat_ppo.data.uses import further_uses
 from dschat_ppo.errors import counted
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
@@ -135,7 +137,7 @@ def log_samples(
         text += f":\n{row_sample(tokenizer, row)}"
         for name, value in columns.items():
             if value is not None:
-                column = json.dumps(value, ensure_ascii=False)
+                column = without_base64(json.dumps(value, ensure_ascii=False))
                 text += f"\n  {name}: {_shortened(column, _COLUMN_CHARACTERS)}"
         logger().info(text)
 
@@ -148,7 +150,7 @@ def row_sample(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> str:
     prompt = row["prompt_ids"]
     responses = row["answers"] or [[]]
     if not responses[0]:
-        text = _with_counted_tags(text_between(tokenizer, prompt, 0))
+        text = _with_counted_tags(_text_with_items(tokenizer, row, prompt, 0, len(prompt)))
         return _shortened(text, MOST_CHARACTERS)
     untrained_spans = row.get("untrained_spans") or [()] * len(responses)
     # bounds of spans that do not train and train in turn; `prompt_spans` are those that train
@@ -160,12 +162,29 @@ def row_sample(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> str:
         text = ""
         trains = False
         for start, stop in pairwise([*bounds, len(ids)]):
-            span = text_between(tokenizer, ids, start, stop)
+            span = _text_with_items(tokenizer, row, ids, start, stop)
             text += f"⟦{span}⟧" if trains else span
             trains = not trains
         texts.append(text.replace("⟧⟦", ""))
         bounds = [len(prompt), len(prompt)]  # without the prompt again
     return _shortened(_with_counted_tags("\nor ".join(texts)), MOST_CHARACTERS)
+
+
+def _text_with_items(
+    tokenizer: PreTrainedTokenizerBase,
+    row: dict[str, Any],
+    ids: Sequence[int],
+    start: int,
+    stop: int,
+) -> str:
+    """`text_between`, with a few words in place of each item of the prompt of a token row that is
+    no text. `ids` begin with the prompt."""
+    text = ""
+    for first, end, words in prompt_content(row).items:
+        if start <= first and end <= stop:
+            text += text_between(tokenizer, ids, start, first) + words
+            start = end
+    return text + text_between(tokenizer, ids, start, stop)
 
 
 def _with_counted_tags(text: str) -> str:

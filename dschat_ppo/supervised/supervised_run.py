@@ -22,6 +22,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.data.prepare import TokenRows, prepare
+from dschat_ppo.data.prompt_contents import prompt_content, readable_prompts
 from dschat_ppo.data.supervised_batches import plan_packing
 from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import Config, require_agreement
@@ -336,12 +337,16 @@ def _lines_of_evaluation(
         ended = ["data"] * len(texts)
         if len(texts) == 2:
             ended = ["chosen", "rejected"]
+        content = prompt_content(row)
+        [prompt] = readable_prompts(tokenizer, [prompt_ids], [content])
         line: dict[str, Any] = {
-            "prompt": tokenizer.decode(prompt_ids, skip_special_tokens=True),
+            "prompt": prompt,
             "answers": texts,
             "lengths": list(map(len, row["answers"])),
             "ended": ended,
         }
+        if content.record:
+            line["content"] = content.record
         if scores is not None:
             line["scores"] = scores[index]
         yield line

@@ -19,6 +19,7 @@ from dschat_ppo.config.feature_needs import FurtherModel
 from dschat_ppo.data.cache import token_key
 from dschat_ppo.data.examples import Messages
 from dschat_ppo.data.prepare import prepare
+from dschat_ppo.data.prompt_contents import prompt_content, written_prompt
 from dschat_ppo.errors import UserError, without_credentials
 from dschat_ppo.features import hooks
 from dschat_ppo.models.fast_layers import use_fast_layers
@@ -31,12 +32,6 @@ from dschat_ppo.ppo.evaluation import (
     evaluated_prompts,
     summary,
     summary_by_data_set,
-)
-from dschat_ppo.ppo.prompt_contents import (
-    PromptReader,
-    check_readers,
-    prompt_content,
-    written_prompt,
 )
 from dschat_ppo.ppo.rollouts import (
     RolloutTask,
@@ -58,7 +53,7 @@ from dschat_ppo.rewards.build_rewards import (
 )
 from dschat_ppo.rewards.reward_source import RewardSource
 from dschat_ppo.rollout.generation_request import GenerationConfig
-from dschat_ppo.run.run_models import read_by_model
+from dschat_ppo.run.run_models import PromptReader, check_readers, read_by_model
 from dschat_ppo.tools.chat_model import CheckedModel, changes_of_tool, checked_models
 from dschat_ppo.tools.evaluated_model import (
     LoadedReward,

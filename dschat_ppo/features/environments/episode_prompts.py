@@ -13,16 +13,16 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.data.encode import encode_after
 from dschat_ppo.data.examples import MESSAGES, TOOLS, Message, Row
-from dschat_ppo.data.templates import Variables
-from dschat_ppo.errors import UserError
-from dschat_ppo.features.environments.environments import Turn
-from dschat_ppo.features.environments.observations import ObservationTokens, require_text
-from dschat_ppo.ppo.prompt_contents import (
+from dschat_ppo.data.prompt_contents import (
     PromptContent,
     prompt_content,
     shown_prompts,
     shown_row,
 )
+from dschat_ppo.data.templates import Variables
+from dschat_ppo.errors import UserError
+from dschat_ppo.features.environments.environments import Turn
+from dschat_ppo.features.environments.observations import ObservationTokens, require_text
 
 
 @dataclass(frozen=True)

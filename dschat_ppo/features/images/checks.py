@@ -17,9 +17,9 @@ from dschat_ppo.features.images.step_data import processor_of
 from dschat_ppo.features.images.tower import trains_with_images
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.tokenizers import read_tokenizer
-from dschat_ppo.ppo.prompt_contents import PromptReader
 from dschat_ppo.rewards.build_rewards import further_models
 from dschat_ppo.rewards.reward_source import is_routed_to
+from dschat_ppo.run.run_models import PromptReader
 
 _WAYS_OUT = {
     "reward": (
@@ -91,7 +91,7 @@ def check_readers(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Refuse models that would read prompts with images, and do not see these, or see them by other
-    tokens than the actor. Arguments as `check_readers` of the caller."""
+    tokens than the actor. Arguments as `run.run_models.check_readers`."""
     if not any(_have_images(rows, ()) for rows in prompts):
         return
     actor_config = load_config(folder, "model")

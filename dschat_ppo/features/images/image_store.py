@@ -148,11 +148,16 @@ class ImageStore:
             prompt_number -= len(prompts)
         raise IndexError(f"no prompt has the number {prompt_number} after those of all data sets")
 
-    def for_prompts(self, prompts: PromptBatch) -> GivenPrompts:
-        """The images of prompts; the tower runs when they are asked for."""
+    def records_of(self, prompts: PromptBatch | Rollout) -> list[dict[str, Any]]:
+        """The token rows of prompts; {} of those without an image."""
         prompt_numbers = [-1] * len(prompts.prompt_ids)
         if ROW_OF_IMAGES in prompts.extra:
             prompt_numbers = prompts.extra[ROW_OF_IMAGES].tolist()
+        return [self._record(prompt_number) for prompt_number in prompt_numbers]
+
+    def for_prompts(self, prompts: PromptBatch) -> GivenPrompts:
+        """The images of prompts; the tower runs when they are asked for."""
+        records_of_prompts = self.records_of(prompts)
         lengths = prompts.prompt_mask.sum(dim=1).tolist()
         rows = prompts.prompt_ids.cpu()
 
@@ -164,7 +169,7 @@ class ImageStore:
             for row, index in enumerate(indices):
                 length = lengths[index]
                 ids[row, :length] = rows[index, rows.shape[1] - length :]
-                records.append(self._record(prompt_numbers[index]))
+                records.append(records_of_prompts[index])
             inputs = self.for_rows(records, ids)
             if inputs is None:
                 return None

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from dschat_ppo.data.prompt_contents import PromptContent
 from dschat_ppo.features.images.columns import IMAGES, SPANS
 from dschat_ppo.features.images.image_files import ImageFile, described_images
-from dschat_ppo.ppo.prompt_contents import PromptContent
 from dschat_ppo.rewards.call_forms import MadeByWorker
 
 _OPENS = "dschat_ppo.features.images.image_files"  # what a worker imports
@@ -22,7 +22,10 @@ def content_of(record: Mapping[str, Any]) -> PromptContent | None:
     spans = [(start, end) for start, end in record[SPANS] or ()]
     references = tuple(record[IMAGES] or ())
     images = MadeByWorker(_OPENS, "images_of", references)
-    paths = [ImageFile.of(reference).path for reference in references]
-    parts = [{"type": "image", "path": path} for path in paths]
+    files = [ImageFile.of(reference) for reference in references]
+    parts = [{"type": "image", "path": file.path} for file in files]
     described = partial(described_images, references, spans)
-    return PromptContent(spans, {IMAGES: images}, parts, described)
+    written = {}
+    if files:
+        written[IMAGES] = [{"path": file.path, "sha256": file.sha} for file in files]
+    return PromptContent(spans, {IMAGES: images}, parts, described, written)

@@ -2,6 +2,7 @@
 model that see the images, and GRPO; runs that are stopped and resumed."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -153,4 +154,6 @@ def test_samples_hold_no_tokens_of_images(runs):
     lines = (runs / "grpo/samples.jsonl").read_text().splitlines()
     prompts = [json.loads(line)["prompt"] for line in lines]
     assert any("picture" in prompt for prompt in prompts)
-    assert all(prompt.count("<image>") <= 2 for prompt in prompts)
+    sizes = [size for prompt in prompts for size in re.findall("<image[^>]*>", prompt)]
+    assert any(size.startswith("<image 32x32, ") for size in sizes)
+    assert all(re.fullmatch(r"<image \d+x\d+, \d+ tokens>", size) for size in sizes)

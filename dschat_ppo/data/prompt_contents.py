@@ -1,5 +1,5 @@
-"""Prompts with more than text as rewards see them: a place in the text for each image, and the
-images themselves as arguments of functions."""
+"""Prompts with more than text as rewards and people see them: a place in the text for each image,
+or its size; and the images themselves as arguments of functions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.data.content_marks import PLACE, has_marks, in_parts, with_places
 from dschat_ppo.data.examples import MESSAGES, Messages, Row
 from dschat_ppo.features import hooks
@@ -28,46 +26,25 @@ class PromptContent:
         arguments: what reward functions get that name these arguments.
         parts: of each item, the part of a chat message by which a data row holds it.
         described: makes a few words on each item, for people; None: there are no items.
+        record: what files of samples say of the items, as JSON; {}: nothing.
     """
 
     spans: Sequence[tuple[int, int]] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
     parts: Sequence[Mapping[str, Any]] = ()
     described: Callable[[], Sequence[str]] | None = None
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def items(self) -> list[tuple[int, int, str]]:
+        """(start, end, words) of the tokens of each item, for people."""
+        if self.described is None:
+            return []
+        places = zip(self.spans, self.described(), strict=True)
+        return [(start, end, words) for (start, end), words in places]
 
 
 TEXT_ALONE = PromptContent()
-
-
-@dataclass(frozen=True)
-class PromptReader:
-    """A model that reads the prompts which another one answers."""
-
-    role: str  # "reference", "critic" or "reward"
-    flag: str
-    folder: str
-    sources: Sequence[str] = ()  # data sources whose prompts it reads; (): all of them
-
-
-def check_readers(
-    features: HasFeatures,
-    folder: str,
-    readers: Sequence[PromptReader],
-    prompts: Sequence[Dataset],
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    """Check that models can read what prompts hold besides text, before models are loaded. A
-    feature offers `checks.check_readers` with these arguments, which raises `UserError`.
-
-    Args:
-        features: the flags of a run or of a tool.
-        folder: of the model that answers the prompts.
-        readers: the other models.
-        prompts: token rows.
-        tokenizer: of the model that answers.
-    """
-    for check_readers_of_feature in hooks("checks.check_readers"):
-        check_readers_of_feature(features, folder, readers, prompts, tokenizer)
 
 
 def prompt_content(record: Mapping[str, Any]) -> PromptContent:
@@ -123,7 +100,7 @@ def shown_prompts(
         contents: of the prompts.
     """
     rows = list[list[list[int]]]()
-    for pieces in _between_items(ids, mask, contents):
+    for pieces in _between_items(real_tokens(ids, mask), contents):
         first = pieces[0]
         # with it, tokenizers such as Llama's put a space before the text
         if tokenizer.bos_token_id is not None and first[:1] == [tokenizer.bos_token_id]:
@@ -134,24 +111,30 @@ def shown_prompts(
 
 
 def readable_prompts(
-    tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor, contents: Sequence[PromptContent]
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[list[int]],
+    contents: Sequence[PromptContent],
 ) -> list[str]:
     """The text of each prompt without special tokens, as people read it: with a few words in the
-    place of each item. Arguments as `shown_prompts`."""
-    places = list[Sequence[str]]()
-    for content in contents:
-        places.append(content.described() if content.described else ())
-    rows = _between_items(ids, mask, contents)
+    place of each item. `prompts`: their ids."""
+    places = [[words for _, _, words in content.items] for content in contents]
+    rows = _between_items(prompts, contents)
     return _decoded(tokenizer, rows, places, skip_special_tokens=True)
 
 
+def real_tokens(ids: Tensor, mask: Tensor) -> list[list[int]]:
+    """The real tokens of each row, `ids` and `mask` (B, T)."""
+    # to the CPU at once, not two waits for each row
+    rows = zip(ids.cpu(), mask.cpu(), strict=True)
+    return [row_ids[row_mask].tolist() for row_ids, row_mask in rows]
+
+
 def _between_items(
-    ids: Tensor, mask: Tensor, contents: Sequence[PromptContent]
+    prompts: Sequence[list[int]], contents: Sequence[PromptContent]
 ) -> list[list[list[int]]]:
-    """The ids of each prompt before, between and after its items. Arguments as `shown_prompts`."""
+    """The ids of each prompt before, between and after its items."""
     rows = list[list[list[int]]]()
-    for row_ids, row_mask, content in zip(ids.cpu(), mask.cpu(), contents, strict=True):
-        tokens = row_ids[row_mask].tolist()
+    for tokens, content in zip(prompts, contents, strict=True):
         pieces = list[list[int]]()
         begin = 0
         for start, end in content.spans:
