@@ -177,7 +177,7 @@ def _table_within_limit(
         quantiles = np.percentile(tokens, [50, 99, 100], method="inverted_cdf").astype(int)
         facts.append("tokens before the cut: median {}, 99% {}, most {}".format(*quantiles))
     if step.content is not None:
-        facts += step.content.facts(rows)
+        facts += step.content.facts(rows.select(usable))
     purpose = " (eval)" if is_eval else ""
     logger().info(f"data: {name}{purpose}: {', '.join(facts)}")
 

@@ -75,6 +75,14 @@ def test_the_log_has_neither_placeholders_nor_base64(folder, caplog):
     assert f"data:image/png;base64,<{len(url)} characters of base64>" in caplog.text
 
 
+def test_the_log_counts_the_images_of_each_part_of_the_rows(folder, caplog):
+    rows = [{**ROWS[0], "response": word} for word in ("red", "blue", "green")] + [ROWS[2]]
+    with caplog.at_level("INFO"):
+        prepared(str(folder / "qwen3_vl"), write_rows(folder, rows), "--eval_fraction", "0.5")
+    counts = re.findall(r"(\d+) rows? with images", caplog.text)
+    assert len(counts) == 2 and sum(map(int, counts)) == 3
+
+
 def run_folder(folder, lines):
     folder.mkdir()
     (folder / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "reward/score_mean": 0.5}\n')

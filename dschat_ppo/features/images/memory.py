@@ -1,0 +1,61 @@
+"""Memory of the vision tower and of what it made of images, for the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import AutoModelForImageTextToText, PretrainedConfig
+
+from dschat_ppo.config.step_config import StepConfig
+from dschat_ppo.features.images.flags import ImageFlags
+from dschat_ppo.features.images.tower import trains_with_images
+from dschat_ppo.models.loading import DTYPES, load_config
+from dschat_ppo.models.model_folders import model_folder
+from dschat_ppo.planner.phase_memory import Phase
+from dschat_ppo.planner.role_memory import Role
+
+_ROLE = "images"
+_FLAGS_THAT_TRAIN = ("train_vision_tower", "train_projector")
+_TRAINED_ROLES = ("model", "actor", "critic")
+_counted: dict[str, int] = {}  # configuration as JSON -> `tower_numbers`
+
+
+def adjust(phase: Phase, config: StepConfig, roles: Sequence[Role]) -> None:
+    """Add towers, whole on each rank in the number format of the run, and for each of them the most
+    host memory that its features may take. Models with towers of one size share one, as those that
+    come from one model do. A tower that trains is counted with its model."""
+    trains = any(config.value(name) for name in _FLAGS_THAT_TRAIN)
+    towers = set[int]()
+    for role, (flag, name) in config.models.items():
+        model_config = _config_of(name, flag)
+        is_beside = not (trains and role in _TRAINED_ROLES)
+        if is_beside and trains_with_images(config, model_config):
+            towers.add(tower_numbers(model_config))
+    for numbers in towers:
+        phase.add(_ROLE, "weights", DTYPES[config.run.dtype].itemsize * numbers)
+        phase.add(_ROLE, "buffers", config.of(ImageFlags).image_cache_gb * 10**9, on_host=True)
+
+
+@cache
+def _config_of(name: str, flag: str) -> PretrainedConfig:
+    """The configuration of a model; each phase of a plan asks for it."""
+    return load_config(model_folder(name, flag), flag)
+
+
+def tower_numbers(model_config: PretrainedConfig) -> int:
+    """How many numbers the tower and the projector of a model have, without reading its weights."""
+    key = model_config.to_json_string(use_diff=False)
+    if key not in _counted:
+        with torch.device("meta"):
+            whole: Any = AutoModelForImageTextToText.from_config(deepcopy(model_config))
+        inner = whole.model
+        decoder = inner.get_decoder()
+        parts = [child for child in inner.children() if child is not decoder]
+        weights = {weight for part in parts for weight in part.parameters()}
+        weights |= set(inner.parameters(recurse=False))
+        _counted[key] = sum(weight.numel() for weight in weights)
+    return _counted[key]

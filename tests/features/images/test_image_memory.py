@@ -1,0 +1,76 @@
+"""The planned memory of towers and of what they made of images, against loaded towers and a cache
+that is full."""
+
+import pytest
+import torch
+from features.images.image_runs import (
+    flags,
+    flags_of_prompts,
+    prepared_prompts,
+    write_pictures,
+    write_rows,
+)
+from tiny_vlms import FAMILIES, save_tiny_vlm
+
+from dschat_ppo.config.cli import parse
+from dschat_ppo.features.images.given_embeddings import source_of
+from dschat_ppo.features.images.memory import tower_numbers
+from dschat_ppo.features.images.tower import load_tower
+from dschat_ppo.models.loading import load_config
+from dschat_ppo.planner.model_parts import read_model_configs
+from dschat_ppo.planner.phase_memory import steady_phase
+from dschat_ppo.planner.plan_step import roles_of
+
+CPU = torch.device("cpu")
+ROW = {"image": "a.png", "prompt": "what is this ?", "response": "red"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_loaded_tower_has_the_planned_bytes(family, tmp_path):
+    vlm = str(save_tiny_vlm(tmp_path / "vlm", family))
+    numbers = tower_numbers(load_config(vlm, "model"))
+    for dtype in (torch.float32, torch.bfloat16):
+        weights = load_tower(vlm, dtype, CPU)._model.parameters()
+        assert sum(weight.nbytes for weight in weights) == dtype.itemsize * numbers > 0
+
+
+def held(config):
+    """What the planner counts for images between two updates: (tower, host memory)."""
+    models = read_model_configs(config)
+    phase = steady_phase("steady", config, roles_of(config, models, 2, 10**10, False))
+    return phase.total("images", on_host=False), phase.total("images", on_host=True)
+
+
+def test_towers_and_caches_of_a_run(tmp_path):
+    vlm = save_tiny_vlm(tmp_path / "vlm", "qwen3_vl")
+    asked = save_tiny_vlm(tmp_path / "qwen3_5", "qwen3_5")
+    data = write_rows(tmp_path, [ROW])
+    numbers = tower_numbers(load_config(str(vlm), "model"))
+    words = flags(vlm, data, "--image_cache_gb", "0.5")
+    assert held(parse("sft", words)) == (4 * numbers, 500_000_000)
+    words[words.index("fp32")] = "bf16"
+    assert held(parse("sft", words)) == (2 * numbers, 500_000_000)
+    # actor, reference and critic have one tower
+    words = flags_of_prompts(vlm, data, "--critic_model_name_or_path", str(vlm))
+    assert held(parse("ppo", words)) == (4 * numbers, 2_000_000_000)
+    # a model that is used for text has none
+    without = [word for word in flags(asked, data) if word not in ("--with_images", "True")]
+    assert held(parse("sft", without)) == (0, 0)
+
+
+def test_a_full_cache_holds_no_more_than_planned(tmp_path):
+    vlm = str(save_tiny_vlm(tmp_path / "vlm", "qwen3_vl"))
+    write_pictures(tmp_path)
+    rows = [{**ROW, "image": f"{name}.png"} for name in "abcd"]
+    # of the four pictures, about two fit
+    kilobytes = 25
+    words = ["--image_cache_gb", str(kilobytes / 10**6)]
+    prompts, config, tokenizer = prepared_prompts(vlm, write_rows(tmp_path, rows), *words)
+    _, planned = held(config)
+    assert planned == kilobytes * 1000
+    store = source_of(config, vlm, tokenizer, CPU)
+    for record in [*prompts, *prompts]:
+        store.for_rows([record], torch.tensor([record["prompt_ids"]]))
+        kept = sum(row.features.bytes for row in store._kept.values())
+        assert kept <= planned
+    assert planned / 2 < kept and store.tower_calls > 4
