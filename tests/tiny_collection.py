@@ -58,6 +58,7 @@ class Sampler:
 
     config = GenerationConfig(SamplingParameters(), StoppingCriteria(1), samples=2)
     extensions = ()
+    given_source = None
 
     def __init__(self):
         self.prompts = Dataset.from_dict(

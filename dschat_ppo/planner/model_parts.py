@@ -63,6 +63,7 @@ class SavedActivations:
 class ModelSizes:
     """Sizes of a model. Counts are of numbers (parameters), not of bytes."""
 
+    config: PretrainedConfig  # of the model
     total: int
     layers: int  # of all decoder layers
     layer: int  # of the largest one
@@ -158,6 +159,7 @@ def _count_sizes(
     adapted = [layer.get_base_layer().weight for layer in adapter_layers(model).values()]
     trained = [weight for weight in weights.values() if weight.requires_grad]
     return ModelSizes(
+        config=config,
         total=_numbers_in(weights.values()),
         layers=sum(layers),
         layer=max(layers),

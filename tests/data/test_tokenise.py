@@ -200,7 +200,7 @@ def test_a_bad_row_stands_at_its_place_once_with_its_first_characters():
         {"prompt": "p", "answers": ["a"]},
         {"prompt": "", "answers": ["b"]},
         {"prompt": "q", "answers": None},
-        {"prompt": "r" * 500, "answers": ["c" * 100, ""]},
+        {"prompt": "r " * 250, "answers": ["c" * 100, ""]},
         {"prompt": "s", "answers": ["e", "<|end|>"]},
         {"prompt": "p", "answers": ["a"]},
     ]

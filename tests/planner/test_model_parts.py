@@ -202,6 +202,7 @@ def test_layers_with_kernels_save_what_a_real_pass_in_bf16_saves():
 
 SAVED = SavedActivations((100, 120), 20, 16)
 SIZES = ModelSizes(
+    config=LlamaConfig(),
     total=1000,
     layers=400,
     layer=200,

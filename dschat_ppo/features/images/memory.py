@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,8 +12,7 @@ from transformers import AutoModelForImageTextToText, PretrainedConfig
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.features.images.flags import ImageFlags
 from dschat_ppo.features.images.tower import trains_with_images
-from dschat_ppo.models.loading import DTYPES, load_config
-from dschat_ppo.models.model_folders import model_folder
+from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.planner.phase_memory import Phase
 from dschat_ppo.planner.role_memory import Role
 
@@ -30,20 +28,13 @@ def adjust(phase: Phase, config: StepConfig, roles: Sequence[Role]) -> None:
     come from one model do. A tower that trains is counted with its model."""
     trains = any(config.value(name) for name in _FLAGS_THAT_TRAIN)
     towers = set[int]()
-    for role, (flag, name) in config.models.items():
-        model_config = _config_of(name, flag)
-        is_beside = not (trains and role in _TRAINED_ROLES)
-        if is_beside and trains_with_images(config, model_config):
-            towers.add(tower_numbers(model_config))
+    for role in roles:
+        is_beside = not (trains and role.name in _TRAINED_ROLES)
+        if is_beside and trains_with_images(config, role.sizes.config):
+            towers.add(tower_numbers(role.sizes.config))
     for numbers in towers:
         phase.add(_ROLE, "weights", DTYPES[config.run.dtype].itemsize * numbers)
         phase.add(_ROLE, "buffers", config.of(ImageFlags).image_cache_gb * 10**9, on_host=True)
-
-
-@cache
-def _config_of(name: str, flag: str) -> PretrainedConfig:
-    """The configuration of a model; each phase of a plan asks for it."""
-    return load_config(model_folder(name, flag), flag)
 
 
 def tower_numbers(model_config: PretrainedConfig) -> int:
