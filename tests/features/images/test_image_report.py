@@ -75,11 +75,10 @@ def test_the_log_has_neither_placeholders_nor_base64(folder, caplog):
     assert f"data:image/png;base64,<{len(url)} characters of base64>" in caplog.text
 
 
-def test_the_log_counts_the_images_of_each_part_of_the_rows(folder, caplog):
+def test_the_log_counts_the_images_of_each_part_of_the_rows(folder, capsys):
     rows = [{**ROWS[0], "response": word} for word in ("red", "blue", "green")] + [ROWS[2]]
-    with caplog.at_level("INFO"):
-        prepared(str(folder / "qwen3_vl"), write_rows(folder, rows), "--eval_fraction", "0.5")
-    counts = re.findall(r"(\d+) rows? with images", caplog.text)
+    prepared(str(folder / "qwen3_vl"), write_rows(folder, rows), "--eval_fraction", "0.5")
+    counts = re.findall(r"(\d+) rows? with images", capsys.readouterr().out)
     assert len(counts) == 2 and sum(map(int, counts)) == 3
 
 
