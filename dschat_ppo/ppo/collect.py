@@ -21,6 +21,7 @@ from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.data.batches import IndexStream
 from dschat_ppo.errors import RolloutCancelled
 from dschat_ppo.ppo.generation_settings import greedily
+from dschat_ppo.ppo.given_metrics import given_metrics
 from dschat_ppo.ppo.own_algorithms import OwnSampler
 from dschat_ppo.ppo.rollout_sampler import RolloutSampler
 from dschat_ppo.ppo.rounds import Rounds
@@ -244,6 +245,7 @@ class ExperienceCollection:
             f"reward/{name}": mean for name, mean in number_means(self._score_numbers).items()
         }
         self.metrics |= self.rounds.metrics
+        self.metrics |= given_metrics(self.sampler.given_source, step_rows)
         ppo = self.config.ppo
         if dist.is_main() and ppo.print_answers and step % ppo.print_answers_interval == 0:
             printed_rows = to_device(step_rows, "cpu")

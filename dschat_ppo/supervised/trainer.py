@@ -40,6 +40,8 @@ from dschat_ppo.engine.optimizer_step import (
 )
 from dschat_ppo.engine.step_loss import StepLoss, step_terms, with_terms
 from dschat_ppo.errors import UserError
+from dschat_ppo.models.backbone import unwrap
+from dschat_ppo.models.given_embeddings import GivenSource, usage_metrics
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.saving import (
     SavedForm,
@@ -205,6 +207,9 @@ class SupervisedTrainer(Generic[Batch]):
         """Seconds and peak memory of the phases since the last call."""
         seconds, _, peak = self.clock.take()
         metrics = {f"time/{name}": value for name, value in seconds.items()}
+        source: GivenSource | None = getattr(unwrap(self.engine), "given_source", None)
+        if source is not None:
+            metrics |= usage_metrics(source.name, [source.take_usage()])
         return metrics | {f"memory/{name}_peak_gib": value for name, value in peak.items()}
 
     def steps_left(self) -> Iterator[MicroBatches]:

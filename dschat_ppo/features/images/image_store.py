@@ -3,6 +3,7 @@ the tower makes of them is kept as long as there is room."""
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from dschat_ppo.features.images.image_files import ImageFile, decoded_image
 from dschat_ppo.features.images.inputs import ImageInputs
 from dschat_ppo.features.images.processors import ImageProcessor
 from dschat_ppo.features.images.tower import ImageFeatures, ImageTower, joined_features
-from dschat_ppo.models.given_embeddings import GivenPrompts
+from dschat_ppo.models.given_embeddings import GivenPrompts, GivenUsage
 from dschat_ppo.types import PromptBatch, Rollout, full_sequences, row_sequences
 
 _PROBE_COLUMNS = (1, 2, 3, 4, 9, 10, 11, 12)  # of a probe, that stand for two images
@@ -40,6 +41,7 @@ class ImageStore:
     no others, so that the bits depend neither on the batch nor on the rank. Threads may share
     it."""
 
+    name = "images"
     columns: tuple[str, ...] = (IMAGES,)
 
     def __init__(
@@ -54,6 +56,7 @@ class ImageStore:
         self._lock = Lock()
         self._prompts = list[Dataset]()  # data sets of prompts, in the order of their numbers
         self.tower_calls = 0
+        self._usage = GivenUsage(0.0, 0, 0)
         self.reason_to_pad: str | None = None
         if tower.family.both_ways:
             self.reason_to_pad = (
@@ -147,6 +150,14 @@ class ImageStore:
                 return record
             prompt_number -= len(prompts)
         raise IndexError(f"no prompt has the number {prompt_number} after those of all data sets")
+
+    def take_usage(self) -> GivenUsage:
+        """Rows that were asked for and that were kept, and seconds of the tower, with the pixels
+        that it gets."""
+        with self._lock:
+            usage = self._usage
+            self._usage = GivenUsage(0.0, 0, 0)
+        return usage
 
     def records_of(self, prompts: PromptBatch | Rollout) -> list[dict[str, Any]]:
         """The token rows of prompts; {} of those without an image."""
@@ -245,10 +256,15 @@ class ImageStore:
     def _of_row(self, references: tuple[str, ...]) -> RowFeatures:
         """The features of the images of a row: those that are kept, or new ones."""
         with self._lock:
+            usage = replace(self._usage, asked=self._usage.asked + 1)
             if references in self._kept:
+                self._usage = replace(usage, kept=usage.kept + 1)
                 self._kept.move_to_end(references)
                 return self._kept[references]
+            begun = time.perf_counter()
             row_features = self._made(references)
+            seconds = usage.seconds + time.perf_counter() - begun
+            self._usage = replace(usage, seconds=seconds)
             self._keep(references, row_features)
             return row_features
 

@@ -26,6 +26,7 @@ from dschat_ppo.features.images.given_embeddings import source_of
 from dschat_ppo.models.loading import changes_to_train, load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.ppo.given_metrics import given_metrics
 from dschat_ppo.ppo.mini_dataset import MiniDataset
 from dschat_ppo.ppo.rollouts import prompt_batch
 from dschat_ppo.ppo.score import ForwardPasses
@@ -222,3 +223,23 @@ def test_a_learned_reward_scores_as_each_row_alone(step3, way):
     with torch.no_grad():
         states = [step3.whole.model(**inputs).last_hidden_state[0, -1] for inputs in step3.alone]
         torch.testing.assert_close(scores, torch.stack(states) @ head[0], atol=1e-5, rtol=1e-5)
+
+
+def test_metrics_of_the_images_of_a_step(step3):
+    """The share of tokens by the ids of each row alone; what a new store was asked for twice."""
+    source = step3.policy.given_source.with_tower(step3.policy.given_source.tower)
+    rows = step3.rows
+    assert source.for_rollout(rows) is not None
+    calls = source.tower_calls
+    source.for_rollout(rows)
+    metrics = given_metrics(source, rows)
+    assert source.tower_calls == calls > 0
+    assert metrics["memory/images/kept_share"] == 0.5
+    assert metrics["time/images/tower"] > 0
+    if step3.whole.config.model_type == "qwen3_vl":
+        ids = torch.cat([inputs["input_ids"][0] for inputs in step3.alone])
+        share = (ids == step3.whole.config.image_token_id).float().mean()
+        assert metrics["images/token_share"] == pytest.approx(float(share))
+    assert 0 < metrics["images/token_share"] < 1
+    assert given_metrics(source, rows).keys() == {"images/token_share", "time/images/tower"}
+    assert given_metrics(None, rows) == {}
