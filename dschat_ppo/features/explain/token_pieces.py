@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from itertools import groupby
 
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -11,6 +12,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 INCOMPLETE = "\ufffd"  # what decoders write for a part of a character
 # tokens before a token that its text may depend on (spaces of SentencePiece)
 _CONTEXT = 4
+_FEW_REPEATS = 4
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte in the vocabulary of SentencePiece
 
 
@@ -36,6 +38,19 @@ def pieces_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
         else:
             pieces.append(_byte_text(str(name)))
     return pieces
+
+
+def with_counted_repeats(pieces: list[str]) -> list[str]:
+    """The pieces with one in place of a special token that stands there four times or more on end,
+    as that of an image does: its name and their number."""
+    counted_pieces = list[str]()
+    for piece, run in groupby(pieces):
+        times = len(list(run))
+        if times >= _FEW_REPEATS and piece.startswith("⟨"):
+            counted_pieces.append(f"{piece}[{times} times]")
+        else:
+            counted_pieces += [piece] * times
+    return counted_pieces
 
 
 def _decode_tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:

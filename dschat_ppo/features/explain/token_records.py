@@ -29,7 +29,7 @@ from dschat_ppo.features.explain.record_files import (
     file_name,
     recorded_steps,
 )
-from dschat_ppo.features.explain.token_pieces import pieces_of
+from dschat_ppo.features.explain.token_pieces import pieces_of, with_counted_repeats
 from dschat_ppo.ppo.samples import SAMPLES_PER_STEP, is_sampled, sampled_rows
 from dschat_ppo.ppo.token_records import StepTokens, TokenRecord, UpdateTokens
 from dschat_ppo.types import Experience
@@ -141,7 +141,7 @@ class RecordWriter:
             prompt = rows.prompt_ids[row][rows.prompt_mask[row]].tolist()
             response = rows.response_ids[row, :length].tolist()
             pieces = pieces_of(self.tokenizer, prompt + response)
-            prompt_pieces.append(pieces[: len(prompt)])
+            prompt_pieces.append(with_counted_repeats(pieces[: len(prompt)]))
             response_pieces.append(pieces[len(prompt) :])
         tensors["response_lengths"] = _numpy(lengths)
         tensors["prompt_lengths"] = np.array([len(pieces) for pieces in prompt_pieces])

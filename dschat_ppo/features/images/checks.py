@@ -14,7 +14,7 @@ from dschat_ppo.config.supervised_config import PreferenceConfig
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.images.columns import IMAGES
 from dschat_ppo.features.images.step_data import processor_of
-from dschat_ppo.features.images.tower import trains_with_images
+from dschat_ppo.features.images.tower import sees_images, trains_with_images
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.tokenizers import read_tokenizer
 from dschat_ppo.rewards.build_rewards import further_models
@@ -71,6 +71,15 @@ def check_answering_model(
     reasons = {f"--{name}": bool(features.value(name)) for name in _WITHOUT_IMAGES}
     reasons["judges"] = bool(features.value("judge") and further_models(features))
     _refuse_used(reasons, model_config, model)
+
+
+def check_served_model(model_config: PretrainedConfig, folder: str) -> None:
+    """Refuse a reward model that sees images, since requests to a server are texts."""
+    if sees_images(model_config):
+        raise UserError(
+            f"--model {folder}: {type(model_config).__name__} sees images, but requests to this"
+            " server are texts; let the run itself load it (--reward_model_name_or_path)"
+        )
 
 
 def _refuse_used(reasons: Mapping[str, bool], model_config: PretrainedConfig, model: str) -> None:

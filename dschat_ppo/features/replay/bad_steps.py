@@ -23,6 +23,7 @@ from dschat_ppo.types import tensors_of
 # the content of a bundle, besides its flags
 MODEL = "model"
 BUNDLE = "bundle.pt"
+_MORE_THAN_TEXT = "its rows hold more than text, such as images, which a replay does not have yet"
 
 
 def recorder_of(config: StepConfig, tokenizer: PreTrainedTokenizerBase) -> Callable[[BadStep], str]:
@@ -30,6 +31,8 @@ def recorder_of(config: StepConfig, tokenizer: PreTrainedTokenizerBase) -> Calla
     bundles = ReproBundles(config, tokenizer)
 
     def record(bad_step: BadStep) -> str:
+        if getattr(unwrap(bad_step.engine), "given_source", None) is not None:
+            return f" (no repro bundle: {_MORE_THAN_TEXT})"
         try:
             folder = bundles.write(bad_step)
         except StorageError as problem:  # it must not hide the number

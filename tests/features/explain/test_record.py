@@ -16,7 +16,7 @@ from dschat_ppo.features.explain.record_files import (
     read_step,
     recorded_steps,
 )
-from dschat_ppo.features.explain.token_pieces import pieces_of
+from dschat_ppo.features.explain.token_pieces import pieces_of, with_counted_repeats
 from dschat_ppo.models.tokenizers import load_tokenizer
 
 ALL = "--record_rows all"
@@ -197,3 +197,9 @@ def test_pieces_are_the_text_the_names_of_special_tokens_and_bytes(assets):
     end = tokenizer.eos_token.strip("<|>")
     assert pieces_of(tokenizer, [tokenizer.eos_token_id]) == [f"⟨{end}⟩"]
     assert pieces_of(tokenizer, [10**6]) == ["⟨1000000⟩"]
+
+
+def test_tokens_that_repeat_on_end_are_one_with_their_number():
+    pieces = ["⟨image⟩"] * 3 + ["a", "a", "a", "a", "⟨pad⟩"] + ["⟨image⟩"] * 300 + [" end"]
+    few = [*pieces[:8], "⟨image⟩[300 times]", " end"]
+    assert with_counted_repeats(pieces) == few

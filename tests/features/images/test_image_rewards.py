@@ -39,6 +39,7 @@ from dschat_ppo.planner.model_parts import sizes_of
 from dschat_ppo.rewards.learned_reward import scores_in_batches
 from dschat_ppo.run.model_card import model_card
 from dschat_ppo.supervised.reward_objectives import reward_objective
+from dschat_ppo.tools.serve_reward import text_scorer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -289,3 +290,8 @@ def test_a_reward_model_of_text_does_not_train_blind(assets, tmp_path):
     data = write_rows(tmp_path, ROWS)
     with pytest.raises(UserError, match="'image' holds .*, because the model does not see it"):
         prepared(assets / "lm", data)
+
+
+def test_the_reward_server_takes_texts_alone(family):
+    with pytest.raises(UserError, match="sees images, but requests to this server are texts; let"):
+        text_scorer(str(family.folder), "fp32", 100)

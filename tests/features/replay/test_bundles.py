@@ -1,6 +1,7 @@
 """Repro bundles are written, read back, bounded in number, refused if damaged."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -109,6 +110,10 @@ def test_the_message_of_a_run_names_the_command_that_replays_the_step(no_model, 
     record = recorder_of(config_of(tmp_path), SimpleNamespace())
     folder = tmp_path / "nonfinite/step_000012_rank_0"
     assert record(bad_step) == f" Replay: python -m dschat_ppo.tools.replay {folder}"
+    # rows with images would not be those of the step
+    with_images = SimpleNamespace(layout=Layout(), given_source=SimpleNamespace())
+    said = record(replace(bad_step, engine=SimpleNamespace(module=with_images)))
+    assert said.startswith(" (no repro bundle: its rows hold more than text, such as images")
     blocked = tmp_path / "blocked"
     blocked.mkdir()
     (blocked / "nonfinite").write_text("in the way")
