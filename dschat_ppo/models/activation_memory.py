@@ -24,9 +24,10 @@ SMALLEST_ON_HOST = 2**16  # bytes; smaller tensors cost more time to move than t
 def decoder_layers(backbone: nn.Module) -> list[nn.Module]:
     """The layers of the decoder, in order."""
     count = backbone.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
+    decoder = backbone.get_decoder()  # type: ignore[operator]
     lists = [
         module
-        for module in backbone.modules()
+        for module in decoder.modules()
         if isinstance(module, nn.ModuleList) and len(module) == count
     ]
     if lists:

@@ -111,7 +111,7 @@ def row_arguments(
 ) -> dict[str, Any]:
     """`slot_arguments` of right-padded rows (B, T), with what is given for some of their ids."""
     slots = torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape)
-    return given_arguments(given, slots, slot_arguments(model, input_ids))
+    return given_arguments(given, slots, model, slot_arguments(model, input_ids))
 
 
 def last_logits_argument(model: nn.Module, count: int) -> dict[str, int]:

@@ -40,11 +40,13 @@ class GivenEmbeddings(Protocol):
         images of one size have the same ids."""
         ...
 
-    def arguments(self, slots: Tensor) -> dict[str, Any]:
-        """Arguments of the backbone, besides the ids, for tokens that run in an order of their own.
+    def arguments(self, slots: Tensor, model: Any) -> dict[str, Any]:
+        """Arguments of `model`, besides the ids, for tokens that run in an order of their own. What
+        parts of the model compute for them is computed here, within its forward pass.
 
         Args:
             slots: (b, n) int64, where the tokens are in the rows, flattened to (B x T).
+            model: of transformers, with or without its head.
         """
         ...
 
@@ -116,8 +118,9 @@ class GivenSource(Protocol):
         given."""
         ...
 
-    def for_prompts(self, prompts: PromptBatch) -> GivenPrompts:
-        """What is given for prompts that have these columns. It is made when it is asked for."""
+    def for_prompts(self, prompts: PromptBatch, model: Any) -> GivenPrompts:
+        """What is given for prompts that have these columns. It is made when it is asked for, while
+        `model`, which generates, has its whole weights."""
         ...
 
     def for_rollout(self, rows: Rollout) -> GivenEmbeddings | None:
@@ -177,10 +180,10 @@ def compared_keys(input_ids: Tensor, given: GivenEmbeddings | None) -> Tensor:
 
 
 def given_arguments(
-    given: GivenEmbeddings | None, slots: Tensor, arguments: dict[str, Any]
+    given: GivenEmbeddings | None, slots: Tensor, model: Any, arguments: dict[str, Any]
 ) -> dict[str, Any]:
-    """The `arguments` of a backbone, and in their place what is given for the tokens at `slots`
+    """The `arguments` of a model, and in their place what is given for the tokens at `slots`
     (b, n)."""
     if given is None:
         return arguments
-    return {**arguments, **given.arguments(slots)}
+    return {**arguments, **given.arguments(slots, model)}

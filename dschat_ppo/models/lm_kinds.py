@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.config.feature_flags import HasFeatures
@@ -21,7 +22,8 @@ class LMKind:
     Attributes:
         matches: Whether a model of a configuration is of this kind.
         auto_class: The auto class of transformers that builds it.
-        take_apart: Leaves nothing in a model but its decoder and head, which may be a scalar one.
+        take_apart: Leaves nothing in a model but its decoder and head, which may be a scalar one,
+            and what trains beside them.
     """
 
     matches: Callable[[PretrainedConfig], bool]
@@ -29,11 +31,21 @@ class LMKind:
     take_apart: Callable[[PreTrainedModel], None]
 
     def build(self, config: PretrainedConfig, **settings: Any) -> PreTrainedModel:
-        """The decoder and the head, without the weights of a folder. `settings`: of `from_config`
-        of transformers."""
+        """What `take_apart` leaves of a model, without the weights of a folder. `settings`: of
+        `from_config` of transformers."""
         model: PreTrainedModel = self.auto_class.from_config(config, **settings)
         self.take_apart(model)
         return model
+
+
+def parts_beside_decoder(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The parts of a model beside its decoder and head, by their names in the model without its
+    head: a vision tower, a projector. Language models have none."""
+    inner: Any = model.base_model
+    decoder = inner.get_decoder()
+    if decoder is inner:
+        return {}
+    return {name: child for name, child in inner.named_children() if child is not decoder}
 
 
 def leave_whole(model: PreTrainedModel) -> None:
@@ -43,12 +55,13 @@ def leave_whole(model: PreTrainedModel) -> None:
 CAUSAL = LMKind(lambda config: True, AutoModelForCausalLM, leave_whole)
 
 
-def further_kinds(features: HasFeatures) -> tuple[LMKind, ...]:
-    """The kinds of language models that a run or a tool with these flags takes, beside causal ones.
-    A feature offers its own as `lm_kinds.kinds_of(features)`."""
+def further_kinds(features: HasFeatures, trains: bool = False) -> tuple[LMKind, ...]:
+    """The kinds of language models that a run or a tool with these flags takes, beside causal ones,
+    for a model that `trains` or for another. A feature offers its own as
+    `lm_kinds.kinds_of(features, trains)`."""
     kinds = list[LMKind]()
     for kinds_of in hooks("lm_kinds.kinds_of"):
-        kinds += kinds_of(features)
+        kinds += kinds_of(features, trains)
     return tuple(kinds)
 
 

@@ -109,7 +109,8 @@ def changes_to_train(
         quantises: whether frozen weights are quantised if the flags ask for it.
     """
     adapter = adapter_settings(config, prefix, quantises)
-    return replace(frozen_changes(config), dropout=dropout, adapter=adapter)
+    changes = replace(frozen_changes(config), kinds=further_kinds(config, trains=True))
+    return replace(changes, dropout=dropout, adapter=adapter)
 
 
 def frozen_changes(config: StepConfig) -> ModelChanges:
@@ -323,13 +324,15 @@ def _load(
 def _with_dropout(config: PretrainedConfig, dropout: float | None) -> PretrainedConfig:
     """The config with this dropout and, because ranks must run the same layers, without layers that
     training skips."""
-    text = config.get_text_config()  # the config itself, except for models of images and text
+    parts = [config.get_text_config()]  # the config itself, except for models of images and text
+    parts += [getattr(config, name) for name in config.sub_configs if hasattr(config, name)]
     rates = {}
     if dropout is not None:
         rates = {**dict.fromkeys(DROPOUTS, dropout), **dict.fromkeys(SKIPPED_LAYERS, 0.0)}
     for name, rate in rates.items():
-        if hasattr(text, name):
-            setattr(text, name, rate)
+        for part in parts:
+            if hasattr(part, name):
+                setattr(part, name, rate)
     return config
 
 

@@ -222,7 +222,7 @@ def token_states(backbone: Any, layout: Layout, rows: PassRows) -> tuple[Tensor,
             input_ids=rows.input_ids.flatten()[packed.slots].unsqueeze(0),
             attention_mask=None,
             use_cache=False,
-            **given_arguments(rows.given, packed.slots.unsqueeze(0), positions),
+            **given_arguments(rows.given, packed.slots.unsqueeze(0), backbone, positions),
             **observer_arguments(),
         )
 

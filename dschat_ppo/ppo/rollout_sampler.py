@@ -68,7 +68,7 @@ class ActorGeneration:
                 config = replace(config, rows=fewest)
             given_prompts = None
             if self.source is not None:
-                given_prompts = self.source.for_prompts(batch)
+                given_prompts = self.source.for_prompts(batch, model)
             request = RolloutRequest(batch, seeds.to(device), given=given_prompts)
             return generate(
                 model, request, config, max_over_ranks, cancelled, self.recorder, partner

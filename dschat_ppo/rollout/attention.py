@@ -264,10 +264,11 @@ AttentionInterface.register(NAME, _dispatch)
 
 @contextmanager
 def attention_replaced(model: PreTrainedModel, attention: AttentionFunction) -> Iterator[None]:
-    """Make every attention layer of `model` call `attention`; restore the previous attention on
-    exit. Linear layers call PyTorch's own product: ZeRO-3's, which a backward pass needs, adds the
-    bias separately and costs a Python function for each call."""
-    config: Any = model.config
+    """Make every attention layer of the decoder of `model` call `attention`; restore the previous
+    attention on exit. A vision tower keeps its own. Linear layers call PyTorch's own product:
+    ZeRO-3's, which a backward pass needs, adds the bias separately and costs a Python function for
+    each call."""
+    config: Any = model.config.get_text_config()
     configs = [config]
     for name in config.sub_configs:
         if getattr(config, name) is not None:

@@ -436,7 +436,7 @@ class ContinuousBatching:
         arguments = position_arguments(self.model, positions)
         if given is not None:
             first_slots = torch.arange(len(ids), device=self.device).unsqueeze(1) * ids.shape[1]
-            arguments = given_arguments(given, first_slots + positions, arguments)
+            arguments = given_arguments(given, first_slots + positions, self.model, arguments)
         output = self.model(
             input_ids=ids,
             past_key_values=cache,

@@ -150,7 +150,7 @@ class PaddedBatches:
                 positions = (mask.cumsum(dim=1) - 1).clamp_min(0)[:, -ids.shape[1] :]
                 if mask.shape[1] == longest:
                     arguments = position_arguments(self.model, positions)
-                    arguments = given_arguments(given_embeddings, slots, arguments)
+                    arguments = given_arguments(given_embeddings, slots, self.model, arguments)
                     given_embeddings = None  # it may be large
                 else:
                     positions = buffers.placed(rows, positions)

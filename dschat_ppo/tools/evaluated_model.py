@@ -150,7 +150,7 @@ class ModelGeneration:
         batch = to_device(batch, device)
         given_prompts = None
         if self.source is not None:
-            given_prompts = self.source.for_prompts(batch)
+            given_prompts = self.source.for_prompts(batch, self.model)
         request = RolloutRequest(batch, seeds.to(device), given=given_prompts)
         return generate(self.model, request, config, cancelled=cancelled, partner=partner)
 

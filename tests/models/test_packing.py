@@ -113,7 +113,7 @@ class GivenAt:
     def keys(self, input_ids):
         return torch.where(self.index < 0, input_ids, -1 - self.index)
 
-    def arguments(self, slots):
+    def arguments(self, slots, model):
         return {}
 
 

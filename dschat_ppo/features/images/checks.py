@@ -13,6 +13,7 @@ from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.config.supervised_config import PreferenceConfig
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.images.columns import IMAGES
+from dschat_ppo.features.images.flags import trains_parts
 from dschat_ppo.features.images.step_data import processor_of
 from dschat_ppo.features.images.tower import sees_images, trains_with_images
 from dschat_ppo.models.loading import load_config
@@ -59,6 +60,10 @@ def check_trained_model(config: StepConfig, model_config: PretrainedConfig, mode
     if isinstance(config, PreferenceConfig):
         use = config.reward.objective_kind.use
         reasons[f"--objective {config.reward.objective}"] = use not in _USES
+    # images of several rows have different sizes, and could not run in one call of the tower
+    reasons["--train_vision_tower or --train_projector"] = (
+        trains_parts(config) and model_config.model_type == "lfm2_vl"
+    )
     _refuse_used(reasons, model_config, model)
 
 

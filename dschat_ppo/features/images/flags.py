@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from dschat_ppo.config.feature_flags import FlagNotes
+from dschat_ppo.config.feature_flags import FlagNotes, HasFeatures
 from dschat_ppo.config.schema import check_values, flag, not_negative, positive, require
 
 
@@ -61,7 +61,7 @@ class ImageFlags:
     image_cache_gb: float = not_negative(
         2.0,
         "memory of each rank for what the vision tower made of images, in GB; images that do not"
-        " fit are run again in each epoch",
+        " fit are run again in each epoch. If the tower or the projector trains, for their pixels",
     )
 
     def __post_init__(self) -> None:
@@ -73,7 +73,31 @@ class ImageFlags:
         return parse_options(self.image_options)
 
 
-FLAGS = dict.fromkeys(("sft", "reward", "ppo", "evaluate", "chat"), ImageFlags)
+@dataclass(frozen=True)
+class TrainedImageFlags(ImageFlags):
+    """The same in a step, which may train the parts that see images."""
+
+    train_vision_tower: bool = flag(
+        False,
+        "train the vision tower too. Each model that trains then has its own, which runs in its"
+        " forward passes",
+    )
+    train_projector: bool = flag(
+        False,
+        "train the projector between the vision tower and the decoder too; without"
+        " --train_vision_tower, the tower stays frozen",
+    )
+
+
+def trains_parts(features: HasFeatures) -> bool:
+    """Whether a part beside the decoder trains."""
+    return bool(features.value("train_vision_tower") or features.value("train_projector"))
+
+
+FLAGS = {
+    **dict.fromkeys(("sft", "reward", "ppo"), TrainedImageFlags),
+    **dict.fromkeys(("evaluate", "chat"), ImageFlags),
+}
 NOTES = FlagNotes(
     their_names={"image_column": "image_key", "image_folder": "media_dir"},
     harmless=("image_cache_gb",),

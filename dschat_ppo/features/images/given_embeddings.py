@@ -11,20 +11,24 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.config.step_config import StepConfig
-from dschat_ppo.features.images.flags import ImageFlags
+from dschat_ppo.features.images.flags import ImageFlags, trains_parts
 from dschat_ppo.features.images.step_data import model_flag, processor_of
 from dschat_ppo.features.images.tower import ImageTower, load_tower, trains_with_images
+from dschat_ppo.features.images.trained_tower import TowerInModel
 from dschat_ppo.models.loading import DTYPES, load_config
 from dschat_ppo.models.model_folders import base_folder
 
 if TYPE_CHECKING:
     from dschat_ppo.features.images.image_store import ImageStore
 
+_TRAINED_ROLES = ("actor", "critic")
+
 
 def source_of(
     config: StepConfig, folder: str, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> ImageStore | None:
-    """The images of a run, with the tower of the model in `folder`; None if it sees none."""
+    """The images of a run, with the tower of the model in `folder`, which the model itself holds if
+    it trains; None if it sees none."""
     return store_of(config, folder, config.run.dtype, tokenizer, device)
 
 
@@ -44,7 +48,11 @@ def store_of(
 
     flags = config.of(ImageFlags)
     processor = processor_of(config, model_config, folder, tokenizer)
-    tower = load_tower(folder, DTYPES[dtype], device)
+    tower: ImageTower | TowerInModel
+    if trains_parts(config):
+        tower = TowerInModel(model_config, device)
+    else:
+        tower = load_tower(folder, DTYPES[dtype], device)
     most_bytes = int(flags.image_cache_gb * 10**9)
     return ImageStore(processor, tower, flags.image_max_source_pixels, most_bytes)
 
@@ -57,7 +65,7 @@ def sources_of_roles(
     device: torch.device,
 ) -> dict[str, ImageStore]:
     """The images of a run of step 3, or of a tool, for each model that sees them, by role; {} if
-    the actor sees none. Towers whose weights have equal bits are one.
+    the actor sees none. Frozen towers whose weights have equal bits are one.
 
     Args:
         config: the flags.
@@ -70,26 +78,38 @@ def sources_of_roles(
     if actor is None:
         return {}
     sources = {"actor": actor}
-    store_of_folder = {base_folder(folders["actor"], "model"): actor}
+    stores = [actor]
+    store_of_folder = dict[str, ImageStore]()  # with a frozen tower
+    trained_roles = list[str]()  # of models that hold their towers
+    if isinstance(actor.tower, TowerInModel):
+        trained_roles = [role for role in _TRAINED_ROLES if role in folders]
+    else:
+        store_of_folder[base_folder(folders["actor"], "model")] = actor
     for role, folder in folders.items():
         base = base_folder(folder, "model")
-        if base in store_of_folder:
+        sees = trains_with_images(config, load_config(folder, "model"))
+        if role in trained_roles and sees:
+            sources[role] = actor  # which serves pixels, whatever model encodes them
+        elif base in store_of_folder:
             sources[role] = store_of_folder[base]
-        elif trains_with_images(config, load_config(folder, "model")):
+        elif sees:
             tower = load_tower(base, DTYPES[dtype], device)
-            sources[role] = _store_with(tower, list(store_of_folder.values()))
+            sources[role] = _store_with(tower, stores)
             store_of_folder[base] = sources[role]
+            stores.append(sources[role])
     if len(folders) == 1:
         return sources
-    for store in dict.fromkeys(sources.values()):
+    if trained_roles:
+        logger().info(f"images: {' and '.join(trained_roles)} train with their own vision towers")
+    for store in dict.fromkeys(store_of_folder.values()):
         roles = [role for role, source in sources.items() if source is store]
         logger().info(f"images: one vision tower for {', '.join(roles)}")
     return sources
 
 
 def _store_with(tower: ImageTower, stores: Sequence[ImageStore]) -> ImageStore:
-    """The store with an equal tower, or a new one for the prompts of the others."""
+    """The store with an equal frozen tower, or a new one for the prompts of the others."""
     for store in stores:
-        if store.tower.has_bits_of(tower):
+        if isinstance(store.tower, ImageTower) and store.tower.has_bits_of(tower):
             return store
     return stores[0].with_tower(tower)

@@ -1,5 +1,5 @@
-"""The images of token rows as the decoder gets them: pixels are made when a row is needed, and what
-the tower makes of them is kept as long as there is room."""
+"""The images of token rows as the model gets them: pixels are made when a row is needed, and what
+the tower makes of them is kept as long as there is room; the pixels, where the tower trains."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from threading import Lock
 from typing import Any
 
 import torch
 from datasets import Dataset
+from PIL import Image
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.images.columns import IMAGES, ROW_OF_IMAGES, SPANS
@@ -20,38 +23,46 @@ from dschat_ppo.features.images.image_files import ImageFile, decoded_image
 from dschat_ppo.features.images.inputs import ImageInputs
 from dschat_ppo.features.images.processors import ImageProcessor
 from dschat_ppo.features.images.tower import ImageFeatures, ImageTower, joined_features
+from dschat_ppo.features.images.trained_tower import ImagePixels, TowerInModel, joined_pixels
 from dschat_ppo.models.given_embeddings import GivenPrompts, GivenUsage
 from dschat_ppo.types import PromptBatch, Rollout, full_sequences, row_sequences
 
 _PROBE_COLUMNS = (1, 2, 3, 4, 9, 10, 11, 12)  # of a probe, that stand for two images
 _PROBE_STARTS = (1, 8)  # columns of prompts of a probe at which an image of 2 x 2 tokens begins
 _PROBE_TOKENS = 4
+_IDLE_SIDE = 32  # of an image that stands nowhere
 
 
 @dataclass(frozen=True)
-class RowFeatures:
-    """What the tower made of the images of one row, in host memory."""
+class ServedImages:
+    """What the model gets of the images of one row, in host memory."""
 
-    features: ImageFeatures
+    features: ImageFeatures | ImagePixels
     grid: Mapping[str, Tensor]  # what positions depend on
 
 
 class ImageStore:
-    """Serves the images of rows; `GivenSource`. One call of the tower takes all images of a row and
-    no others, so that the bits depend neither on the batch nor on the rank. Threads may share
-    it."""
+    """Serves the images of rows; `GivenSource`. One call of a frozen tower takes all images of a
+    row and no others, so that the bits depend neither on the batch nor on the rank. With a
+    `TowerInModel`, pixels are served, which the model encodes; rows without images then get one
+    small image that stands nowhere, so that all passes of all ranks run the tower. Threads may
+    share it."""
 
     name = "images"
     columns: tuple[str, ...] = (IMAGES,)
 
     def __init__(
-        self, processor: ImageProcessor, tower: ImageTower, most_pixels: int, most_bytes: int
+        self,
+        processor: ImageProcessor,
+        tower: ImageTower | TowerInModel,
+        most_pixels: int,
+        most_bytes: int,
     ):
         self._processor = processor
         self._tower = tower
         self._most_pixels = most_pixels  # of an image file
-        self._most_bytes = most_bytes  # of the features that are kept
-        self._kept: OrderedDict[tuple[str, ...], RowFeatures] = OrderedDict()  # oldest use first
+        self._most_bytes = most_bytes  # of what is kept
+        self._kept: OrderedDict[tuple[str, ...], ServedImages] = OrderedDict()  # oldest use first
         self._kept_bytes = 0
         self._lock = Lock()
         self._prompts = list[Dataset]()  # data sets of prompts, in the order of their numbers
@@ -65,7 +76,7 @@ class ImageStore:
             )
 
     @property
-    def tower(self) -> ImageTower:
+    def tower(self) -> ImageTower | TowerInModel:
         """What runs the images."""
         return self._tower
 
@@ -83,7 +94,25 @@ class ImageStore:
     def for_rows(
         self, records: Sequence[Mapping[str, Any]], input_ids: Tensor
     ) -> ImageInputs | None:
-        """The images of token rows, whose ids are `input_ids` (B, T); None if none has any."""
+        """The images of token rows, whose ids are `input_ids` (B, T); None if none has any, and no
+        tower trains."""
+        inputs = self._inputs(records, input_ids)
+        if inputs is None and isinstance(self._tower, TowerInModel):
+            index = torch.full_like(input_ids, -1)
+            inputs = ImageInputs(self._idle_image, index, family=self._tower.family)
+            return inputs.to(self._tower.device)
+        return inputs
+
+    @cached_property
+    def _idle_image(self) -> ImagePixels:
+        """One small image."""
+        pixels = self._processor.pixels([Image.new("RGB", (_IDLE_SIDE, _IDLE_SIDE))])
+        return ImagePixels(pixels, 0, self._tower.family.images_along).smallest()
+
+    def _inputs(
+        self, records: Sequence[Mapping[str, Any]], input_ids: Tensor
+    ) -> ImageInputs | None:
+        """`for_rows` of a tower that does not train."""
         if not any(record.get(IMAGES) for record in records):
             return None
         input_ids = input_ids.cpu()
@@ -91,32 +120,33 @@ class ImageStore:
         columns = torch.arange(input_ids.shape[1])
         positions = columns.expand(3, *input_ids.shape).clone()
         offsets = torch.zeros(len(records), dtype=torch.int64)
-        distinct = dict[tuple[str, ...], RowFeatures]()
+        distinct = dict[tuple[str, ...], ServedImages]()
         begins = dict[tuple[str, ...], int]()  # of these among the features of all
         tokens = 0
         for row, record in enumerate(records):
             references = tuple(record.get(IMAGES) or ())
             if not references:
                 continue
-            if references not in distinct:
-                distinct[references] = self._of_row(references)
-                begins[references] = tokens
-                tokens += len(distinct[references].features.states)
-            row_features = distinct[references]
             is_image = _image_tokens(input_ids[row], record, self._processor.image_id)
-            count = len(row_features.features.states)
-            if int(is_image.sum()) != count:
+            in_row = int(is_image.sum())
+            if references not in distinct:
+                distinct[references] = self._of_row(references, in_row)
+                begins[references] = tokens
+                tokens += distinct[references].features.tokens
+            row_images = distinct[references]
+            count = row_images.features.tokens
+            if in_row != count:
                 name = ImageFile.of(references[0]).path
                 raise UserError(
                     f"{name}: the vision tower gives {count} tokens, but the row has"
-                    f" {int(is_image.sum())}, by another processor"
+                    f" {in_row}, by another processor"
                 )
             index[row, is_image] = begins[references] + torch.arange(count)
-            axes = self._tower.positions(input_ids[row], is_image, row_features.grid)
+            axes = self._tower.positions(input_ids[row], is_image, row_images.grid)
             if axes is not None:
                 positions[:, row] = axes
                 offsets[row] = axes[0, -1] + 1 - len(columns)  # all columns after the images agree
-        joined = joined_features([row_features.features for row_features in distinct.values()])
+        joined = _joined([row_images.features for row_images in distinct.values()])
         inputs = ImageInputs(joined, index, family=self._tower.family)
         if self._tower.family.has_axes:
             inputs = replace(inputs, positions=positions, offsets=offsets)
@@ -166,8 +196,12 @@ class ImageStore:
             prompt_numbers = prompts.extra[ROW_OF_IMAGES].tolist()
         return [self._record(prompt_number) for prompt_number in prompt_numbers]
 
-    def for_prompts(self, prompts: PromptBatch) -> GivenPrompts:
-        """The images of prompts; the tower runs when they are asked for."""
+    def for_prompts(self, prompts: PromptBatch, model: PreTrainedModel) -> GivenPrompts:
+        """The images of prompts; the tower runs when they are asked for. One that trains is that of
+        `model` as it is now, so what it makes is kept for these prompts alone."""
+        store = self
+        if isinstance(self._tower, TowerInModel):
+            store = self.with_tower(self._tower.of_model(model))
         records_of_prompts = self.records_of(prompts)
         lengths = prompts.prompt_mask.sum(dim=1).tolist()
         rows = prompts.prompt_ids.cpu()
@@ -181,7 +215,7 @@ class ImageStore:
                 length = lengths[index]
                 ids[row, :length] = rows[index, rows.shape[1] - length :]
                 records.append(records_of_prompts[index])
-            inputs = self.for_rows(records, ids)
+            inputs = store.for_rows(records, ids)
             if inputs is None:
                 return None
             return inputs.of_rows(torch.arange(len(indices)), width)
@@ -190,13 +224,14 @@ class ImageStore:
 
     def for_rollout(self, rows: Rollout) -> ImageInputs | None:
         """The images of the `full_sequences` of rows; of several contexts, in the first."""
-        if ROW_OF_IMAGES not in rows.extra:
-            return None
         sequences = row_sequences(rows)
-        prompt_numbers = rows.extra[ROW_OF_IMAGES][sequences.rows]
+        prompt_numbers = torch.full_like(sequences.rows, -1)
+        if ROW_OF_IMAGES in rows.extra:
+            prompt_numbers = rows.extra[ROW_OF_IMAGES][sequences.rows]
         is_first = sequences.starts < rows.prompt_ids.shape[1]
         prompt_numbers = torch.where(is_first, prompt_numbers, -1)
-        if not bool((prompt_numbers >= 0).any()):
+        is_frozen = isinstance(self._tower, ImageTower)
+        if is_frozen and not bool((prompt_numbers >= 0).any()):
             return None
         input_ids, _ = full_sequences(rows)
         return self.for_rows(
@@ -253,8 +288,8 @@ class ImageStore:
         ids = torch.where(is_image, image_id, ids)
         return replace(prompts, prompt_ids=ids), given
 
-    def _of_row(self, references: tuple[str, ...]) -> RowFeatures:
-        """The features of the images of a row: those that are kept, or new ones."""
+    def _of_row(self, references: tuple[str, ...], tokens: int) -> ServedImages:
+        """The images of a row, for which it has so many `tokens`: what is kept, or made now."""
         with self._lock:
             usage = replace(self._usage, asked=self._usage.asked + 1)
             if references in self._kept:
@@ -262,36 +297,44 @@ class ImageStore:
                 self._kept.move_to_end(references)
                 return self._kept[references]
             begun = time.perf_counter()
-            row_features = self._made(references)
+            row_images = self._made(references, tokens)
             seconds = usage.seconds + time.perf_counter() - begun
             self._usage = replace(usage, seconds=seconds)
-            self._keep(references, row_features)
-            return row_features
+            self._keep(references, row_images)
+            return row_images
 
-    def _made(self, references: tuple[str, ...]) -> RowFeatures:
-        """The features of the images of a row, by the tower."""
+    def _made(self, references: tuple[str, ...], tokens: int) -> ServedImages:
+        """The images of a row: their features by the tower, or their pixels where it trains."""
         images = []
         for reference in references:
             file = ImageFile.of(reference)
             images.append(decoded_image(file.content(), self._most_pixels))
         pixels = self._processor.pixels(images)
+        grid = {name: value for name, value in pixels.items() if name == "image_grid_thw"}
+        if isinstance(self._tower, TowerInModel):
+            return ServedImages(ImagePixels(pixels, tokens, self._tower.family.images_along), grid)
         features = self._tower.features(pixels)
         self.tower_calls += 1
-        on_host = ImageFeatures(
-            features.states.cpu(), tuple(layer.cpu() for layer in features.deepstack)
-        )
-        grid = {name: value for name, value in pixels.items() if name == "image_grid_thw"}
-        return RowFeatures(on_host, grid)
+        return ServedImages(features.to("cpu"), grid)
 
-    def _keep(self, references: tuple[str, ...], row_features: RowFeatures) -> None:
-        """Keep features, and drop those that were not used for the longest time."""
-        if row_features.features.bytes > self._most_bytes:
+    def _keep(self, references: tuple[str, ...], row_images: ServedImages) -> None:
+        """Keep the images of a row, and drop those that were not used for the longest time."""
+        if row_images.features.bytes > self._most_bytes:
             return
-        self._kept[references] = row_features
-        self._kept_bytes += row_features.features.bytes
+        self._kept[references] = row_images
+        self._kept_bytes += row_images.features.bytes
         while self._kept_bytes > self._most_bytes:
             _, dropped = self._kept.popitem(last=False)
             self._kept_bytes -= dropped.features.bytes
+
+
+def _joined(of_rows: Sequence[ImageFeatures | ImagePixels]) -> ImageFeatures | ImagePixels:
+    """What the model gets of the images of several rows, one after another."""
+    features = [row for row in of_rows if isinstance(row, ImageFeatures)]
+    pixels = [row for row in of_rows if isinstance(row, ImagePixels)]
+    if pixels:
+        return joined_pixels(pixels)
+    return joined_features(features)
 
 
 def _image_tokens(ids: Tensor, record: Mapping[str, Any], image_id: int) -> Tensor:

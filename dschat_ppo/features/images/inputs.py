@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from dschat_ppo.features.images.tower import Family, ImageFeatures
+from dschat_ppo.features.images.trained_tower import ImagePixels
 
 
 @dataclass
@@ -24,7 +26,8 @@ class _EncoderOutput(ModelOutput):
 class ImageInputs:
     """Of rows (B, T), right-padded; `GivenEmbeddings`."""
 
-    features: ImageFeatures  # of the distinct images of the rows, M tokens
+    # of the distinct images of the rows, M tokens; their pixels, where the model encodes them
+    features: ImageFeatures | ImagePixels
     index: Tensor  # (B, T) int64, which of the M tokens stands there; -1 where text does
     # (3, B, T) int64, for models whose positions have three axes; None: the columns
     positions: Tensor | None = None
@@ -34,10 +37,7 @@ class ImageInputs:
 
     def to(self, device: torch.device | str) -> ImageInputs:
         """The same on another device."""
-        features = ImageFeatures(
-            self.features.states.to(device),
-            tuple(layer.to(device) for layer in self.features.deepstack),
-        )
+        features = self.features.to(device)
         positions = self.positions
         if positions is not None:
             positions = positions.to(device)
@@ -75,8 +75,9 @@ class ImageInputs:
         """(B, T) int64: the ids, and below 0 what stands for the tokens of images."""
         return torch.where(self.index < 0, input_ids, -1 - self.index)
 
-    def arguments(self, slots: Tensor) -> dict[str, Any]:
-        """Arguments of the model for the tokens at `slots` (b, n) of the rows, flattened."""
+    def arguments(self, slots: Tensor, model: PreTrainedModel) -> dict[str, Any]:
+        """Arguments of the model for the tokens at `slots` (b, n) of the rows, flattened. Where its
+        tower trains, the model encodes the images now."""
         arguments = dict[str, Any]()
         if self.positions is not None:
             arguments["position_ids"] = self.positions.flatten(1)[:, slots]
@@ -84,9 +85,11 @@ class ImageInputs:
         if self.family.both_ways:
             arguments["token_type_ids"] = (chosen >= 0).long()
         chosen = chosen[chosen >= 0]  # in the order in which the model finds their ids
-        if len(chosen):
-            deepstack = [[layer[chosen]] for layer in self.features.deepstack]
-            states: Any = self.features.states[chosen]
+        features = self.features.encoded(model)
+        # no token's features, in a pass without images, give the tower gradients of 0
+        if len(chosen) or features.states.requires_grad:
+            deepstack = [[layer[chosen]] for layer in features.deepstack]
+            states: Any = features.states[chosen]
             if not self.family.in_one:
                 states = [states]
             output = _EncoderOutput(states, deepstack or None)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 
 from transformers import AutoModelForImageTextToText, PretrainedConfig
 
 from dschat_ppo.config.feature_flags import HasFeatures
+from dschat_ppo.features.images.flags import trains_parts
 from dschat_ppo.features.images.tower import reason_not_supported, sees_images, take_out_tower
+from dschat_ppo.features.images.trained_tower import keep_parts
 from dschat_ppo.models.lm_kinds import LMKind
 
 OF_IMAGES = LMKind(sees_images, AutoModelForImageTextToText, take_out_tower)
@@ -17,11 +20,23 @@ OF_IMAGES_OR_TEXT = LMKind(
 )
 
 
-def kinds_of(config: HasFeatures) -> tuple[LMKind, ...]:
-    """The kind of these models."""
+def kinds_of(config: HasFeatures, trains: bool) -> tuple[LMKind, ...]:
+    """The kind of these models; of one that `trains`, with the parts that the flags let train."""
+    kind = OF_IMAGES
     if config.value("with_images"):
-        return (OF_IMAGES_OR_TEXT,)
-    return (OF_IMAGES,)
+        kind = OF_IMAGES_OR_TEXT
+    if trains and trains_parts(config):
+        kind = _with_parts(
+            kind, config.value("train_vision_tower"), config.value("train_projector")
+        )
+    return (kind,)
+
+
+@cache
+def _with_parts(kind: LMKind, trains_tower: bool, trains_projector: bool) -> LMKind:
+    """The kind of these models with their tower and projector in them."""
+    keep = partial(keep_parts, trains_tower=trains_tower, trains_projector=trains_projector)
+    return replace(kind, take_apart=keep)
 
 
 def reason_unusable(config: PretrainedConfig) -> str | None:

@@ -1,4 +1,5 @@
-"""The vision tower and the processor beside a trained decoder, in the folder of the saved model."""
+"""The processor and, where it does not train, the vision tower beside a trained decoder, in the
+folder of the saved model."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.features.images.step_data import processor_of
 from dschat_ppo.features.images.tower import load_tower, trains_with_images
+from dschat_ppo.models.lm_kinds import parts_beside_decoder
 from dschat_ppo.models.model_folders import SCORE
 from dschat_ppo.models.saving import SavedBeside
 from dschat_ppo.models.tokenizers import read_tokenizer
@@ -90,8 +92,9 @@ def _start_folder(model: PreTrainedModel) -> str:
 
 
 def _tower_weights(config: StepConfig, model: PreTrainedModel) -> Mapping[str, Tensor]:
-    """The weights of the tower, from the folder that the model was loaded from."""
-    if not trains_with_images(config, model.config):
+    """The weights of the tower, from the folder that the model was loaded from; {} for a model that
+    holds its tower itself."""
+    if not trains_with_images(config, model.config) or parts_beside_decoder(model):
         return {}
     dtype: Any = model.config.dtype  # that of the weights that are written
     return load_tower(_start_folder(model), dtype, torch.device("cpu")).weights()

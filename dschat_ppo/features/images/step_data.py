@@ -78,7 +78,9 @@ def refuse_flags_of_images(config: HasFeatures, model_config: PretrainedConfig, 
         logger().info(
             f"data: {name} sees images too, but reads text here; --with_images True gives it both"
         )
-    asked = {"--image_column": flags.image_column, "--with_images": flags.with_images or None}
+    asked: dict[str, Any] = {"--image_column": flags.image_column}
+    for flag_of_images in ("with_images", "train_vision_tower", "train_projector"):
+        asked[f"--{flag_of_images}"] = config.value(flag_of_images) or None
     for flag, value in asked.items():
         if value is not None:
             reason = reason_not_supported(model_config) or way_out

@@ -1,6 +1,6 @@
-"""The parts of a model that see images, beside its decoder: taken out of the model that trains, and
-loaded whole on each rank, in no engine. They do not train, so that what they give is a function of
-the data."""
+"""The parts of a model that see images, beside its decoder. Unless flags let them train
+(`trained_tower.py`), they are taken out of the model that trains, and loaded whole on each rank, in
+no engine. What they give is then a function of the data."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrain
 
 from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.errors import UserError, reading
+from dschat_ppo.models.lm_kinds import parts_beside_decoder
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.model_folders import base_folder
 
@@ -25,6 +26,10 @@ from dschat_ppo.models.model_folders import base_folder
 class Family:
     """What sets a family of models apart."""
 
+    # how the names of the projector's weights begin, in the model without its head
+    projector: tuple[str, ...] = ("multi_modal_projector.",)
+    # the dimension of the tensors of pixels along which images, or their tiles, lie
+    images_along: int = 0
     has_axes: bool = False  # positions have three axes: time, height, width
     in_one: bool = False  # the decoder takes features as one tensor, not as one for each image
     both_ways: bool = False  # the tokens of an image see each other, also later ones
@@ -34,11 +39,13 @@ class Family:
 
 
 FAMILIES = {  # by model type
-    "idefics3": Family(),
-    "smolvlm": Family(),
-    "qwen2_5_vl": Family(has_axes=True),
-    "qwen3_vl": Family(has_axes=True),
-    "qwen3_5": Family(has_axes=True, is_text_too=True),
+    "idefics3": Family(projector=("connector.",), images_along=1),
+    "smolvlm": Family(projector=("connector.",), images_along=1),
+    "qwen2_5_vl": Family(projector=("visual.merger.",), has_axes=True),
+    "qwen3_vl": Family(
+        projector=("visual.merger.", "visual.deepstack_merger_list."), has_axes=True
+    ),
+    "qwen3_5": Family(projector=("visual.merger.",), has_axes=True, is_text_too=True),
     "llava": Family(),
     "internvl": Family(in_one=True),
     "gemma3": Family(in_one=True, both_ways=True, is_text_too=True),
@@ -56,9 +63,23 @@ class ImageFeatures:
     deepstack: tuple[Tensor, ...] = ()
 
     @property
+    def tokens(self) -> int:
+        """M."""
+        return len(self.states)
+
+    @property
     def bytes(self) -> int:
         """The memory that the numbers take."""
         return sum(tensor.nbytes for tensor in (self.states, *self.deepstack))
+
+    def to(self, device: torch.device | str) -> ImageFeatures:
+        """The same on another device."""
+        layers = tuple(layer.to(device) for layer in self.deepstack)
+        return ImageFeatures(self.states.to(device), layers)
+
+    def encoded(self, model: Any) -> ImageFeatures:
+        """These, whatever the model is: its tower has made them already."""
+        return self
 
 
 def joined_features(features: Sequence[ImageFeatures]) -> ImageFeatures:
@@ -95,10 +116,8 @@ def take_out_tower(model: PreTrainedModel) -> None:
     """Leave nothing in a model of images and text but its decoder and head. Its class stays, and
     with it the names of its weights."""
     inner: Any = model.model
-    decoder = inner.get_decoder()
-    for name, child in list(inner.named_children()):
-        if child is not decoder:
-            setattr(inner, name, None)
+    for name in parts_beside_decoder(model):
+        setattr(inner, name, None)
 
 
 class ImageTower:
@@ -107,7 +126,6 @@ class ImageTower:
     def __init__(self, model: Any, family: Family):
         self._model = model  # the model without its head, whose decoder is None
         self.family = family
-        self._arguments = inspect.signature(model.get_image_features).parameters
 
     @property
     def device(self) -> torch.device:
@@ -139,15 +157,7 @@ class ImageTower:
     def features(self, pixels: Mapping[str, Tensor]) -> ImageFeatures:
         """What the decoder gets of the images of one row. `pixels`: of the family's processor, all
         images of the row."""
-        inputs = {}
-        for name, value in pixels.items():
-            if name in self._arguments:
-                # some families do not give pixels the number format of their weights
-                dtype = self._model.dtype if value.is_floating_point() else value.dtype
-                inputs[name] = value.to(self.device, dtype)
-        output = self._model.get_image_features(**inputs, return_dict=True)
-        layers = getattr(output, "deepstack_features", None) or ()
-        return ImageFeatures(_in_one(output.pooler_output), tuple(map(_in_one, layers)))
+        return encoded_images(self._model, pixels)
 
     def positions(
         self, ids: Tensor, is_image: Tensor, pixels: Mapping[str, Tensor]
@@ -170,6 +180,22 @@ class ImageTower:
         return axes[:, 0]
 
 
+def encoded_images(model: Any, pixels: Mapping[str, Tensor]) -> ImageFeatures:
+    """What the decoder gets of images, by the tower and the projector in a model without its head.
+    `pixels`: of the family's processor."""
+    arguments = inspect.signature(model.get_image_features).parameters
+    device = next(model.parameters()).device
+    inputs = {}
+    for name, value in pixels.items():
+        if name in arguments:
+            # some families do not give pixels the number format of their weights
+            dtype = model.dtype if value.is_floating_point() else value.dtype
+            inputs[name] = value.to(device, dtype)
+    output = model.get_image_features(**inputs, return_dict=True)
+    layers = getattr(output, "deepstack_features", None) or ()
+    return ImageFeatures(_in_one(output.pooler_output), tuple(map(_in_one, layers)))
+
+
 def _in_one(parts: Any) -> Tensor:
     """The features of the images of a row, which families give as one tensor or as one for each
     image."""
@@ -189,13 +215,7 @@ def load_tower(folder: str, dtype: torch.dtype, device: torch.device) -> ImageTo
     """
     base = base_folder(folder, "model")
     config = load_config(base, "model")
-    small = deepcopy(config)
-    text = small.get_text_config()
-    text.num_hidden_layers = 1
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:1]
-    text.vocab_size = _FEW_TOKENS
-    text.pad_token_id = None
+    small = with_small_decoder(config)
     verbosity = transformers.logging.get_verbosity()
     # it names the weights of the decoder, which are not asked for
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
@@ -207,13 +227,25 @@ def load_tower(folder: str, dtype: torch.dtype, device: torch.device) -> ImageTo
     finally:
         transformers.logging.set_verbosity(verbosity)
     inner: Any = model.model
-    _remove_decoder(inner)
+    remove_decoder(inner)
     inner.requires_grad_(False)
     inner.eval().to(device)
     return ImageTower(inner, FAMILIES[config.model_type])
 
 
-def _remove_decoder(inner: nn.Module) -> None:
+def with_small_decoder(config: PretrainedConfig) -> PretrainedConfig:
+    """A configuration whose decoder has one layer and a few embeddings."""
+    small = deepcopy(config)
+    text = small.get_text_config()
+    text.num_hidden_layers = 1
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:1]
+    text.vocab_size = _FEW_TOKENS
+    text.pad_token_id = None
+    return small
+
+
+def remove_decoder(inner: nn.Module) -> None:
     """Leave everything in a model without its head but the decoder."""
     decoder = inner.get_decoder()  # type: ignore[operator]
     for name, child in list(inner.named_children()):

@@ -20,6 +20,7 @@ from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.adapters.folders import ADAPTER, adapter_weights, read_adapter_config
 from dschat_ppo.models.adapters.settings import AdapterSettings
 from dschat_ppo.models.architectures import LM_HEADS
+from dschat_ppo.models.lm_kinds import parts_beside_decoder
 from dschat_ppo.models.model_folders import SCORE, base_folder, base_name
 
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})  # linear layers that choose experts
@@ -46,9 +47,10 @@ def lora_targets(
     adapter yet.
 
     Layers are linear (`nn.Linear`, GPT-2's `Conv1D`). Not among them: routers and experts that are
-    one 3-D tensor, the score head, an output head that is tied to the embedding, and layers that
-    the model does not call. A layer is taken if one of the texts in `names`, separated by commas,
-    occurs in its name, as in DeepSpeed-Chat; None: all linear layers of the decoder blocks.
+    one 3-D tensor, the score head, an output head that is tied to the embedding, layers that the
+    model does not call, and those of parts beside the decoder, such as a vision tower. A layer is
+    taken if one of the texts in `names`, separated by commas, occurs in its name, as in
+    DeepSpeed-Chat; None: all linear layers of the decoder blocks.
     """
     usable = _layers_for_lora(model)
     if names is None:
@@ -95,12 +97,16 @@ def _layers_for_lora(model: PreTrainedModel) -> list[str]:
     tied = head is not None and getattr(config, "tie_word_embeddings", False)
     has_experts = any("experts" in name for name in config.to_dict())
     not_called = NOT_CALLED.get(config.model_type, ())
+    beside = set[nn.Module]()
+    for part in parts_beside_decoder(model).values():
+        beside.update(part.modules())
     names = []
     for name, layer in model.named_modules():
         is_head = name == SCORE or (tied and layer is head)
         is_router = has_experts and not ROUTERS.isdisjoint(name.split("."))
         if (
             is_linear(layer)
+            and layer not in beside
             and not is_head
             and not is_router
             and name.rpartition(".")[2] not in not_called

@@ -59,6 +59,21 @@ def alone_inputs(row: dict[str, Any], processor: Any, side: int = 0) -> dict[str
     return inputs
 
 
+def each_row_alone(
+    whole: Any, masks: Tensor, alone: list[dict[str, Tensor]]
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Log-probs of the targets, and the gradients of their sum by the names of the weights, by
+    transformers' own pass over each row."""
+    logprobs = []
+    for mask, inputs in zip(masks, alone, strict=True):
+        logits = whole(**inputs).logits[0, :-1]
+        of_row = logits.log_softmax(-1).gather(1, inputs["input_ids"][0, 1:, None])[:, 0]
+        logprobs.append(of_row[mask[1 : len(of_row) + 1]])
+        logprobs[-1].sum().backward()
+    gradients = {name: weight.grad for name, weight in whole.named_parameters()}
+    return torch.cat(logprobs).detach(), gradients
+
+
 def prepared_pairs(vlm: Path, data: Path, *further: str) -> tuple[Any, Any, Any]:
     """`prepared` of step 2, which gets all rows."""
     return prepared(vlm, data, *further, step="reward")

@@ -5,7 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from features.images.image_runs import alone_inputs, prepared, write_pictures, write_rows
+from features.images.image_runs import (
+    alone_inputs,
+    each_row_alone,
+    prepared,
+    write_pictures,
+    write_rows,
+)
 from features.images.lfm2_by_hand import by_hand
 from tiny_vlms import FAMILIES, save_tiny_vlm
 from transformers import AutoModelForImageTextToText
@@ -61,19 +67,6 @@ def trained(request, tmp_path_factory):
     alone = [alone_inputs(rows[index], processor) for index in order]
     whole = AutoModelForImageTextToText.from_pretrained(vlm).eval()
     return policy, batch, *each_row_alone(whole, batch.loss_mask, alone)
-
-
-def each_row_alone(whole, masks, alone):
-    """Log-probs of the targets, and the gradients of their sum by the names of the weights, by
-    transformers' own pass over each row."""
-    logprobs = []
-    for mask, inputs in zip(masks, alone, strict=True):
-        logits = whole(**inputs).logits[0, :-1]
-        of_row = logits.log_softmax(-1).gather(1, inputs["input_ids"][0, 1:, None])[:, 0]
-        logprobs.append(of_row[mask[1 : len(of_row) + 1]])
-        logprobs[-1].sum().backward()
-    gradients = {name: weight.grad for name, weight in whole.named_parameters()}
-    return torch.cat(logprobs).detach(), gradients
 
 
 @pytest.mark.parametrize("way", WAYS)

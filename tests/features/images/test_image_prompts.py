@@ -109,7 +109,7 @@ def test_prompts_get_their_images_when_they_are_asked_for(step3):
     prompts, source, vlm = step3
     policy = PolicyModel(load_causal_lm(str(vlm), "fp32", None, ModelChanges(kinds=(OF_IMAGES,))))
     whole = AutoModelForImageTextToText.from_pretrained(vlm).eval()
-    given_prompts = source.for_prompts(prompt_batch(prompts, range(4), 0, source))
+    given_prompts = source.for_prompts(prompt_batch(prompts, range(4), 0, source), policy.lm)
     given_prompts([0, 1, 2, 3], 4)  # the tower runs
     calls = source.tower_calls
     for order in ([2, 0], [0, 3], [2]):
@@ -125,7 +125,7 @@ def test_prompts_get_their_images_when_they_are_asked_for(step3):
                 with torch.no_grad():
                     logits = policy.lm(
                         input_ids=inputs["input_ids"][:, :length],
-                        **given_arguments(given, slots, positions),
+                        **given_arguments(given, slots, policy.lm, positions),
                     ).logits
                     expected = whole(**inputs).logits[:, :length]
                 torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)

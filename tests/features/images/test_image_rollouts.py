@@ -81,7 +81,7 @@ class Setting:
         stopping = StoppingCriteria(TOKENS, stop_ids=stop_ids, banned_ids=source.banned_ids)
         config = GenerationConfig(SamplingParameters(top_k=1), stopping, SAMPLES, **how)
         seeds = torch.arange(SAMPLES * len(ROWS))
-        request = RolloutRequest(batch, seeds, given=source.for_prompts(batch))
+        request = RolloutRequest(batch, seeds, given=source.for_prompts(batch, self.lm))
         return generate(self.lm, request, config, partner=partner)
 
     def skip_unless_fit(self, how, restarts=False):

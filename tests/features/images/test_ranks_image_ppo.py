@@ -10,6 +10,7 @@ from features.images.image_runs import flags, flags_of_prompts, write_pictures, 
 from launch import numbers_of, run_steps
 from safetensors.torch import load_file
 from tiny_vlms import save_tiny_vlm
+from transformers import AutoModelForImageTextToText
 
 pytestmark = [pytest.mark.ranks, pytest.mark.release]
 
@@ -30,6 +31,7 @@ PAIRS = [
 REWARD = "def letters(responses):\n    return [len(response) % 7 for response in responses]\n"
 GRPO = ["--use_reward_model", "False", "--advantage_estimator", "grpo"]
 GRPO += ["--n_samples_per_prompt", "4"]
+TOWER = ["--train_vision_tower", "True", "--train_projector", "True"]
 
 
 def words_of(vlm, data, ranks, *further):
@@ -73,8 +75,13 @@ def runs(tmp_path_factory):
         "grpo_resumed": [*GRPO, *function, stage, "3", *no_cache],
         "grpo_lora": [*GRPO, *function, stage, "0", "--actor_lora_dim", "4"]
         + ["--only_optimize_lora", "True"],
+        "ppo_tower": [*critic, "3", stage, "3", "--enable_ema", "True", *TOWER],
+        "ppo_tower_resumed": [*critic, "3", stage, "3", "--enable_ema", "True", *TOWER, *no_cache],
+        "grpo_tower": [*GRPO, *function, stage, "2", *TOWER],
         "ppo_alone": [*critic, "0", stage, "0"],
         "grpo_alone": [*GRPO, *function, stage, "0"],
+        "ppo_tower_alone": [*critic, "0", stage, "0", *TOWER],
+        "grpo_tower_alone": [*GRPO, *function, stage, "0", *TOWER],
     }
     for name in ("gemma", "qwen"):
         cases[name] = [*GRPO, *function, stage, "3"]
@@ -99,7 +106,7 @@ def runs(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo"])
+@pytest.mark.parametrize("name", ["ppo", "grpo", "ppo_tower"])
 def test_a_resumed_run_has_the_bits_of_the_whole_one(runs, name):
     """Also without a cache of what the tower made, as the resumed one is."""
     assert numbers_of(runs / f"{name}_resumed") == numbers_of(runs / name)
@@ -122,6 +129,8 @@ def test_a_resumed_run_has_the_bits_of_the_whole_one(runs, name):
         ("grpo", "grpo_alone"),
         ("gemma", "gemma_alone"),
         ("qwen", "qwen_alone"),
+        ("ppo_tower", "ppo_tower_alone"),
+        ("grpo_tower", "grpo_tower_alone"),
     ],
 )
 def test_zero_stages_and_ranks_do_not_change_the_run(runs, one, other):
@@ -148,6 +157,26 @@ def test_the_saved_models_hold_tower_and_processor(runs, name, family, roles):
         changed = [key for key in before if key in after and key not in of_tower]
         assert any(not torch.equal(before[key], after[key]) for key in changed)
         assert (runs / name / role / "preprocessor_config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "roles"),
+    [
+        ("ppo_tower", "qwen3_vl", ("actor", "critic", "actor_ema")),
+        ("grpo_tower", "idefics3", ("actor",)),
+    ],
+)
+def test_the_towers_that_train_are_those_of_the_saved_models(runs, name, family, roles):
+    """Actor and critic train their own; transformers loads the actor."""
+    before = load_file(runs / family / "model.safetensors")
+    towers = []
+    for role in roles:
+        after = load_file(runs / name / role / "model.safetensors")
+        of_tower = [key for key in before if "visual" in key or "vision" in key]
+        assert not any(torch.equal(before[key], after[key]) for key in of_tower)
+        towers.append(torch.cat([after[key].flatten() for key in of_tower]))
+    assert len({tuple(tower.tolist()) for tower in towers}) == len(roles)
+    AutoModelForImageTextToText.from_pretrained(runs / name / "actor")
 
 
 def test_samples_hold_no_tokens_of_images(runs):

@@ -56,6 +56,8 @@ RUNS = {
     "qwen": ("qwen3_vl", 3, []),
     "dpo": ("idefics3", 3, ["--objective", "dpo"]),
     "reward": ("qwen3_vl", 3, ["--objective", "reward"]),
+    # most of its passes have no image on one rank, and some on none
+    "tower": ("idefics3", 3, ["--train_vision_tower", "True", "--train_projector", "True"]),
     "reward_lora": ("idefics3", 0, ["--objective", "reward", *LORA]),
     "reward_resumed": ("qwen3_vl", 3, ["--objective", "reward"]),
 }
@@ -173,6 +175,19 @@ def test_the_saved_model_is_the_whole_one_with_another_decoder(runs, name, famil
     assert of_tower
     for key in before:
         assert torch.equal(before[key], after[key]) == (key in of_tower), key
+
+
+def test_the_tower_trains(runs):
+    """Where its flags ask for it: all its weights change, and transformers loads the model."""
+    before = load_file(runs / "idefics3/model.safetensors")
+    after = load_file(runs / "tower/model.safetensors")
+    assert before.keys() == after.keys()
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert {key for key in before if "vision_model" in key or "connector" in key} <= changed
+    AutoModelForImageTextToText.from_pretrained(runs / "tower")
+    # the frozen run begins with the same loss, and the next one differs
+    assert losses(runs / "tower")[0] == pytest.approx(losses(runs / "zero3")[0], abs=1e-5)
+    assert abs(losses(runs / "tower")[1] - losses(runs / "zero3")[1]) > 1e-3
 
 
 def test_an_adapter_loads_on_the_whole_model(runs):
