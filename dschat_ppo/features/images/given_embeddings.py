@@ -79,7 +79,7 @@ def sources_of_roles(
         return {}
     sources = {"actor": actor}
     stores = [actor]
-    store_of_folder = dict[str, ImageStore]()  # with a frozen tower
+    store_of_folder: dict[str, ImageStore] = {}  # with a frozen tower
     trained_roles = list[str]()  # of models that hold their towers
     if isinstance(actor.tower, TowerInModel):
         trained_roles = [role for role in _TRAINED_ROLES if role in folders]
