@@ -144,6 +144,48 @@ def test_all_models_are_decoders_with_the_images_of_their_tower(step3, name, tmp
     load_sequence_classifier(str(tmp_path / "critic"), "fp32", None, False, kinds)
 
 
+def test_models_that_train_hold_their_towers(step3, tmp_path):
+    """Actor and critic get pixels; reference and reward model get features of frozen towers."""
+    further = ["--train_vision_tower", "True"]
+    config, folders = with_critic(step3, "other", *further)
+    sources = given_sources(config, folders, step3.tokenizer)
+    assert sources["actor"] is sources["critic"]
+    of_frozen = [sources["reference"].tower, sources["reward"].tower]
+    assert not of_frozen[0].has_bits_of(of_frozen[1])
+    prompts = step3.rows.train
+    numbers = [store.prompt_columns(prompts, [0, 1])["images"] for store in sources.values()]
+    assert all(torch.equal(numbers[0], of_store) for of_store in numbers)
+    engines = RLHFEngine(config, plan_ppo(config.ppo, 40, 1, 0), folders, sources)
+    for role in ("actor", "reference", "critic", "reward"):
+        weights = dict(getattr(engines, role).module.pretrained.named_parameters())
+        of_parts = {name for name in weights if "vision" in name or "connector" in name}
+        assert bool(of_parts) == (role in ("actor", "critic"))
+        trained = {name for name in of_parts if weights[name].requires_grad}
+        assert trained == {name for name in of_parts if "vision" in name}
+    forms = saved_forms(config, engines, step3.tokenizer)
+    for role, engine in engines.trained.items():
+        weight = engine.module.pretrained.get_parameter(TOWER)
+        with torch.no_grad():
+            weight.add_(1)
+        save_model(engine, step3.tokenizer, tmp_path / role, form=forms[role])
+        assert torch.equal(load_file(tmp_path / role / "model.safetensors")[TOWER], weight)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--ref_sync_interval", "1"],
+        ["--unpin_actor_parameters", "True", "--actor_zero_stage", "3"],
+        ["--unsupervised_dataset_name", "texts.jsonl"],
+        [*LORA],
+        [*LORA, "--share_base", "True"],
+    ],
+)
+def test_what_a_tower_in_training_does_not_go_with(step3, words):
+    with pytest.raises(UserError, match="--train_vision_tower does not go with --.*; omit one"):
+        with_critic(step3, "reward", "--train_vision_tower", "True", *words)
+
+
 def test_a_model_of_text_does_not_score_pictures_blind(step3, assets):
     actor, text = str(step3.folder / "actor"), str(assets / "reward")
 

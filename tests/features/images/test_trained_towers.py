@@ -15,13 +15,16 @@ from features.images.image_runs import (
     write_rows,
 )
 from tiny_vlms import FAMILIES, save_tiny_vlm
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, Lfm2VlConfig
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import collate_sft
 from dschat_ppo.errors import UserError
+from dschat_ppo.features.images.checks import check_trained_model
 from dschat_ppo.features.images.given_embeddings import source_of
+from dschat_ppo.features.images.step_data import read_by_model
 from dschat_ppo.models.loading import changes_to_train, load_causal_lm
+from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.wrapped_models import PolicyModel
 
 WAYS = {
@@ -198,13 +201,24 @@ def test_lora_stays_out_of_the_tower(family):
             assert parameter.requires_grad, name
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--lora_dim", "4", "--only_optimize_lora", "True"], "does not go with --only_optimize"),
-    ],
-)
-def test_what_does_not_go_with_it_is_refused(words, message):
-    command = ["--model_name_or_path", "m", "--data_path", "x", "--output_dir", "y"]
-    with pytest.raises(UserError, match=message):
-        parse("sft", [*command, "--train_projector", "True", *words])
+COMMAND = ["--model_name_or_path", "m", "--data_path", "x", "--output_dir", "y"]
+
+
+def test_adapters_alone_are_refused():
+    words = ["--train_projector", "True", "--lora_dim", "4", "--only_optimize_lora", "True"]
+    with pytest.raises(UserError, match="--train_projector does not go with --only_optimize_lora"):
+        parse("sft", [*COMMAND, *words])
+
+
+def test_a_model_that_sees_no_images_has_no_tower(assets):
+    config = parse("sft", [*COMMAND, "--train_vision_tower", "True"])
+    folder = str(assets / "lm")
+    tokenizer = load_tokenizer(folder, "model")
+    with pytest.raises(UserError, match="--train_vision_tower True: .*LlamaConfig sees no images"):
+        read_by_model(config, config.step_data, folder, tokenizer)
+
+
+def test_images_of_several_sizes_in_one_call_are_refused():
+    config = parse("sft", [*COMMAND, "--train_projector", "True"])
+    with pytest.raises(UserError, match="Lfm2VlConfig .* do not go with --train_vision_tower or"):
+        check_trained_model(config, Lfm2VlConfig(), "m")
