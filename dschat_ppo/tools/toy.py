@@ -279,18 +279,21 @@ def write_task(
     move_files_up(partial)
 
 
-def task_command(description: str, make: Callable[[Path, int], None]) -> None:
-    """The command line `FOLDER [--seed N]` of a task: calls `make(FOLDER, N)`."""
+def task_command(description: str, make: Callable[..., None], **options: Mapping[str, Any]) -> None:
+    """The command line `FOLDER [--seed N]` of a task: calls `make(FOLDER, N)`, with further
+    `options` by their names, whose values are arguments of argparse's `add_argument`."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("folder", type=Path, help="folder for `model/` and `data/`")
     parser.add_argument("--seed", type=int, default=1234, help="seed of the data and the weights")
+    for name, option in options.items():
+        parser.add_argument(f"--{name}", **option)
     args = parser.parse_args()
     if args.folder.exists() and not args.folder.is_dir():
         parser.error(f"{args.folder}: is not a folder")
     from dschat_ppo.common.logging import quiet_hugging_face
 
     quiet_hugging_face()
-    make(args.folder, args.seed)
+    make(args.folder, args.seed, **{name: vars(args)[name] for name in options})
     print(f"wrote the model and the data of the task to {args.folder}")
 
 

@@ -1,11 +1,13 @@
-"""The third embedded task: the colour in a picture, which no text says.
+"""The third embedded task: the colour in a picture, which no text says; or the shape, or the number
+of dots.
 
-Each picture has 32 x 32 pixels and shows a patch of one of four colours on grey. SFT sees a random
-colour as the answer, so that a quarter of the sampled answers are right. RL has to find out what to
-look at. The model is an Idefics3 of 0.3 M parameters with random weights, its vision tower among
-them, which does not train.
+Each picture has 32 x 32 pixels and shows a patch of one of four colours, one of four shapes, or one
+to four dots on grey. SFT sees a random answer, so that a quarter of the sampled ones are right, or
+with a `--right_share` as many right ones more. RL has to find out what to look at. The model is an
+Idefics3 of 0.3 M parameters with random weights, its vision tower among them. The colour is learned
+without training the tower.
 
-    python training_scripts/toy/pictures.py FOLDER
+    python training_scripts/toy/pictures.py FOLDER [--asked colour|shape|number]
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForImageTextToText,
@@ -34,7 +36,9 @@ COLOURS = {
     "blue": (40, 60, 220),
     "yellow": (230, 220, 40),
 }
-QUESTION = "what is the colour ?"
+SHAPES = ("circle", "square", "triangle", "cross")
+NUMBERS = ("one", "two", "three", "four")
+ANSWERS = {"colour": tuple(COLOURS), "shape": SHAPES, "number": NUMBERS}
 SIDE = 32
 COUNTS = {"sft": 512, "pairs": 512, "prompts": 512, "heldout": 128}
 SPECIAL = ("<unk>", "<pad>", "<end>", "<user>", "<assistant>")
@@ -50,6 +54,11 @@ CHAT_TEMPLATE = (
 SETTINGS = {"processor_class": "Idefics3Processor", "image_seq_len": 4}
 
 
+def question(asked: str) -> str:
+    """What the prompts ask."""
+    return f"what is the {asked} ?"
+
+
 def picture(colour: str, rng: random.Random) -> Image.Image:
     """A patch of a shade of the colour on grey."""
     image = Image.new("RGB", (SIDE, SIDE), (rng.randint(0, 255),) * 3)
@@ -59,27 +68,68 @@ def picture(colour: str, rng: random.Random) -> Image.Image:
     return image
 
 
-def write_rows(folder: Path, rng: random.Random) -> None:
+def shape_picture(shape: str, rng: random.Random) -> Image.Image:
+    """A light shape of 18 to 26 pixels on a dark grey."""
+    image = Image.new("RGB", (SIDE, SIDE), (rng.randint(0, 80),) * 3)
+    size = rng.randint(18, 26)
+    left, top = rng.randint(0, SIDE - size - 1), rng.randint(0, SIDE - size - 1)
+    right, bottom = left + size, top + size
+    fill = (rng.randint(170, 255),) * 3
+    draw = ImageDraw.Draw(image)
+    if shape == "circle":
+        draw.ellipse((left, top, right, bottom), fill=fill)
+    elif shape == "square":
+        draw.rectangle((left, top, right, bottom), fill=fill)
+    elif shape == "triangle":
+        draw.polygon([(left, bottom), (right, bottom), (left + size // 2, top)], fill=fill)
+    else:
+        third = size // 3
+        draw.rectangle((left + third, top, right - third, bottom), fill=fill)
+        draw.rectangle((left, top + third, right, bottom - third), fill=fill)
+    return image
+
+
+def number_picture(number: str, rng: random.Random) -> Image.Image:
+    """So many light dots on a dark grey, in different quarters of the picture."""
+    image = Image.new("RGB", (SIDE, SIDE), (rng.randint(0, 80),) * 3)
+    fill = (rng.randint(170, 255),) * 3
+    draw = ImageDraw.Draw(image)
+    half = SIDE // 2
+    quarters = [(0, 0), (half, 0), (0, half), (half, half)]
+    for left, top in rng.sample(quarters, 1 + NUMBERS.index(number)):
+        size = rng.randint(6, 9)
+        x, y = left + rng.randint(1, half - size - 2), top + rng.randint(1, half - size - 2)
+        draw.ellipse((x, y, x + size, y + size), fill=fill)
+    return image
+
+
+PICTURES = {"colour": picture, "shape": shape_picture, "number": number_picture}
+
+
+def write_rows(folder: Path, rng: random.Random, asked: str, right_share: float) -> None:
     """Write the pictures of each JSONL file, and its rows: `image`, `prompt` and, for SFT, a random
-    `response`; for pairs the right colour as `chosen` and another as `rejected`; for the others the
-    right `answer`. `swapped` has the rows of `prompts` with their pictures in a random order."""
-    names = list(COLOURS)
+    `response`, or the right one for a share of the rows; for pairs the right answer as `chosen` and
+    another as `rejected`; for the others the right `answer`. `swapped` has the rows of `prompts`
+    with their pictures in a random order."""
+    names = ANSWERS[asked]
     files = dict[str, list[dict[str, Any]]]()
     for name, count in COUNTS.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         rows = list[dict[str, Any]]()
         for index in range(count):
-            colour = names[index % len(names)]
+            answer = names[index % len(names)]
             image = f"{name}/{index}.png"
-            picture(colour, rng).save(folder / image)
-            row = {"image": image, "prompt": QUESTION}
+            PICTURES[asked](answer, rng).save(folder / image)
+            row = {"image": image, "prompt": question(asked)}
             if name == "sft":
                 row["response"] = rng.choice(names)
+                if right_share > 0 and rng.random() < right_share:
+                    row["response"] = answer
             elif name == "pairs":
-                row["chosen"] = colour
-                row["rejected"] = rng.choice([other for other in names if other != colour])
+                row["chosen"] = answer
+                row["rejected"] = rng.choice([other for other in names if other != answer])
             else:
-                row["answer"] = colour
+                row["answer"] = answer
             rows.append(row)
         files[name] = rows
     images = [row["image"] for row in files["prompts"]]
@@ -91,10 +141,10 @@ def write_rows(folder: Path, rng: random.Random) -> None:
         write_file(folder / f"{name}.jsonl", text.encode())
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each word of the question and each colour, and the special ones."""
+def make_tokenizer(asked: str) -> PreTrainedTokenizerFast:
+    """A token for each word of the question and each answer, and the special ones."""
     special = (*SPECIAL, *OF_IMAGES)
-    words = (*special, *QUESTION.split(), *COLOURS)
+    words = (*special, *question(asked).split(), *ANSWERS[asked])
     vocabulary = {word: index for index, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
@@ -142,11 +192,11 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Any:
     return AutoModelForImageTextToText.from_config(config)
 
 
-def make(folder: Path, seed: int) -> None:
+def make(folder: Path, seed: int, asked: str, right_share: float) -> None:
     """Write `folder/data` and `folder/model`, whose weights come last: if they exist, the task is
     complete."""
-    write_rows(folder / "data", random.Random(seed))
-    tokenizer = make_tokenizer()
+    write_rows(folder / "data", random.Random(seed), asked, right_share)
+    tokenizer = make_tokenizer(asked)
     partial_folder = empty_folder(folder / "model" / PARTIAL)
     tokenizer.save_pretrained(partial_folder)
     size = {"longest_edge": SIDE}
@@ -158,4 +208,13 @@ def make(folder: Path, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    task_command("Make the model, the pictures and the questions.", make)
+    task_command(
+        "Make the model, the pictures and the questions.",
+        make,
+        asked={"choices": list(ANSWERS), "default": "colour", "help": "what the questions ask"},
+        right_share={
+            "type": float,
+            "default": 0.0,
+            "help": "share of the answers of SFT that are right on purpose; the others are random",
+        },
+    )

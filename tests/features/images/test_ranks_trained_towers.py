@@ -9,6 +9,8 @@ from safetensors.torch import load_file
 from tiny_vlms import save_tiny_vlm
 from transformers import AutoModelForImageTextToText
 
+from dschat_ppo.tools.export import main as export
+
 pytestmark = [pytest.mark.ranks, pytest.mark.release]
 
 QUESTION = "what is the colour of this picture ?"
@@ -33,7 +35,7 @@ RUNS = {
     "zero0": ("idefics3", 0, []),
     "zero2": ("idefics3", 2, ["--gradient_checkpointing", "True"]),
     "resumed": ("idefics3", 3, ["--image_cache_gb", "0"]),
-    "qwen": ("qwen3_vl", 3, []),
+    "qwen": ("qwen3_vl", 3, ["--keep_final_checkpoint"]),
     "qwen0": ("qwen3_vl", 0, []),
     "qwen_projector": ("qwen3_vl", 3, ["--train_vision_tower", "False"]),
     "dpo": ("qwen3_vl", 3, ["--objective", "dpo"]),
@@ -125,6 +127,13 @@ def test_ranks_and_zero_stages_do_not_change_the_run(runs, one, other):
 def test_a_resumed_run_has_the_bits_of_the_whole_one(runs):
     assert numbers_of(runs / "resumed") == numbers_of(runs / "zero3")
     assert not changed_of(weights_of(runs / "zero3"), weights_of(runs / "resumed"))
+
+
+def test_an_export_of_the_last_checkpoint_is_what_the_run_saves(runs):
+    [checkpoint] = (runs / "qwen/checkpoints").glob("step_*")
+    assert export([str(checkpoint), str(runs / "exported")]) == 0
+    for file in ("config.json", "model.safetensors", "preprocessor_config.json"):
+        assert (runs / "exported" / file).read_bytes() == (runs / "qwen" / file).read_bytes()
 
 
 @pytest.mark.parametrize("name", ["zero3", "qwen_projector", "qwen", "dpo", "lora"])
