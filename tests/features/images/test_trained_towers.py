@@ -117,7 +117,7 @@ def assert_gradients(policy, gradients):
 @pytest.mark.parametrize("way", WAYS)
 def test_log_probs_and_gradients_are_those_of_each_row_alone(family, way):
     policy = trained_policy(family)
-    if WAYS[way]["packed"] and family.source.reason_not_to_pack is not None:
+    if WAYS[way]["packed"] and family.source.reason_to_pad is not None:
         pytest.skip("it runs padded rows alone")
     policy.layout = replace(policy.layout, **WAYS[way])
     indices = range(len(ROWS))
@@ -134,7 +134,7 @@ def test_log_probs_and_gradients_are_those_of_each_row_alone(family, way):
 def test_a_batch_without_images_runs_the_tower_too(family, way):
     """So that ranks of ZeRO-3 do not wait: all its weights get gradients, of 0."""
     policy = trained_policy(family)
-    if way == "shared" and family.source.reason_not_to_pack is not None:
+    if way == "shared" and family.source.reason_to_pad is not None:
         pytest.skip("it runs padded rows alone")
     policy.layout = replace(policy.layout, **WAYS[way])
     batch = batch_of(family, [TEXT_ROW])
