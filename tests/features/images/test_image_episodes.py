@@ -79,7 +79,7 @@ class Generation:
     source: GivenSource
 
     def __call__(self, batch, seeds, config, cancelled, partner=None):
-        request = RolloutRequest(batch, seeds, given=self.source.for_prompts(batch))
+        request = RolloutRequest(batch, seeds, given=self.source.for_prompts(batch, self.lm))
         return generate(self.lm, request, config, partner=partner)
 
 
