@@ -1,27 +1,45 @@
 #!/usr/bin/env bash
-# The colour in a picture, by PPO and by GRPO: pictures.sh OUT_DIR [--seed N]
+# The colour in a picture, by PPO and by GRPO: pictures.sh OUT_DIR [--seed N] [--asked shape|number]
 # Creates pictures of four colours and a model with a vision tower, both with random numbers. SFT learns random answers, so
 # that a quarter is right; the reward model learns from pairs. PPO scores by that model and has a critic, which sees the
 # pictures too. GRPO scores by the right answer. `swapped` is GRPO on the same pictures in a random order: what it can learn
-# from texts alone. The end prints the share of right answers to pictures that no step has seen.
+# from texts alone. The end prints the share of right answers to pictures that no step has seen. With --asked, pictures show
+# one of four shapes, or one to four dots, and the vision tower and the projector train in all steps. Of shapes, half of
+# the answers of SFT are right on purpose, and the others random.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../ranks.sh"
-usage="usage: pictures.sh OUT_DIR [--seed N]"
+usage="usage: pictures.sh OUT_DIR [--seed N] [--asked shape|number]"
 out="${1:?$usage}"
+shift
 seed=1234
-if [ $# -eq 3 ] && [ "$2" = --seed ]; then
-    seed="$3"
-elif [ $# -ne 1 ]; then
-    echo "$usage" >&2
-    exit 2
-fi
+asked=colour
+while [ $# -gt 0 ]; do
+    case "$1 ${2:-}" in
+        --seed\ ?*) seed="$2" ;;
+        "--asked colour" | "--asked shape" | "--asked number") asked="$2" ;;
+        *)
+            echo "$usage" >&2
+            exit 2
+            ;;
+    esac
+    shift 2
+done
 per_rank() { echo $((RANKS < $1 ? $1 / RANKS : 1)); } # per_rank COUNT: COUNT divided by the number of ranks, at least 1
 data="$out/toy/data"
 export DSCHAT_PPO_NO_NEXT=1
 common=(--dtype fp32 --seed "$seed")
+sft_epochs=4
+task=(--asked "$asked")
+if [ "$asked" != colour ]; then
+    common+=(--train_vision_tower True --train_projector True)
+fi
+if [ "$asked" = shape ]; then
+    sft_epochs=10
+    task+=(--right_share 0.5)
+fi
 
 if [ ! -e "$out/toy/model/model.safetensors" ]; then
-    python "$top/training_scripts/toy/pictures.py" "$out/toy" --seed "$seed"
+    python "$top/training_scripts/toy/pictures.py" "$out/toy" --seed "$seed" "${task[@]}"
 fi
 
 echo "note: SFT answers are random on purpose"
@@ -33,7 +51,7 @@ launch "$top/training/step1_sft/main.py" \
     --max_seq_len 32 \
     --per_device_train_batch_size "$(per_rank 64)" \
     --learning_rate 2e-3 \
-    --num_train_epochs 4 \
+    --num_train_epochs "$sft_epochs" \
     --num_warmup_steps 2 \
     --output_dir "$out/sft" "${common[@]}"
 

@@ -28,7 +28,7 @@ class ImagePixels:
     """The images of some rows, for a model that encodes them itself."""
 
     pixels: Mapping[str, Tensor]  # of the family's processor
-    tokens: int  # M, that stand for them in the rows
+    tokens: int  # M, that stand for them in the rows; 0 for an image that stands nowhere
     along: int  # the dimension of the tensors along which images lie (`Family.images_along`)
 
     @property
@@ -53,7 +53,7 @@ class ImagePixels:
         have a head. One call takes all images: under ZeRO-3, ranks whose rows have more images than
         others call the tower as often as these."""
         features = encoded_images(model.base_model, self.pixels)
-        if 0 < self.tokens != features.tokens:
+        if self.tokens not in (0, features.tokens):
             raise UserError(
                 f"the vision tower gives {features.tokens} tokens for images of rows that have"
                 f" {self.tokens}, by another processor"

@@ -23,9 +23,10 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.features.images.checks import check_trained_model
 from dschat_ppo.features.images.given_embeddings import source_of
 from dschat_ppo.features.images.step_data import read_by_model
-from dschat_ppo.models.loading import changes_to_train, load_causal_lm
+from dschat_ppo.models.loading import changes_to_train, load_causal_lm, load_config
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.wrapped_models import PolicyModel
+from dschat_ppo.planner.model_parts import sizes_of
 
 WAYS = {
     "padded": {"packed": False, "shares": False},
@@ -152,6 +153,14 @@ def test_a_batch_without_images_runs_the_tower_too(family, way):
                 parameter.grad, gradients[name], atol=2e-5, rtol=1e-4, msg=name
             )
     assert of_parts > 5
+
+
+def test_the_planner_counts_the_parts(family):
+    changes = changes_to_train(family.config)
+    config = load_config(str(family.vlm), "model")
+    sizes = sizes_of(config, "fp32", scalar=False, changes=changes)
+    weights = sum(weight.numel() for weight in family.whole.parameters())
+    assert (sizes.total, sizes.trained) == (weights, weights)
 
 
 @pytest.mark.parametrize("part", ["vision_tower", "projector"])
