@@ -66,6 +66,7 @@ class ImageStore:
         self._kept_bytes = 0
         self._lock = Lock()
         self._prompts = list[Dataset]()  # data sets of prompts, in the order of their numbers
+        self._store_of_pixels: ImageStore | None = None  # keeps those that this one runs
         self.tower_calls = 0
         self._usage = GivenUsage(0.0, 0, 0)
         self.reason_to_pad: str | None = None
@@ -202,6 +203,7 @@ class ImageStore:
         store = self
         if isinstance(self._tower, TowerInModel):
             store = self.with_tower(self._tower.of_model(model))
+            store._store_of_pixels = self
         records_of_prompts = self.records_of(prompts)
         lengths = prompts.prompt_mask.sum(dim=1).tolist()
         rows = prompts.prompt_ids.cpu()
@@ -305,17 +307,25 @@ class ImageStore:
 
     def _made(self, references: tuple[str, ...], tokens: int) -> ServedImages:
         """The images of a row: their features by the tower, or their pixels where it trains."""
-        images = []
-        for reference in references:
-            file = ImageFile.of(reference)
-            images.append(decoded_image(file.content(), self._most_pixels))
-        pixels = self._processor.pixels(images)
+        pixels = self._pixels(references, tokens)
         grid = {name: value for name, value in pixels.items() if name == "image_grid_thw"}
         if isinstance(self._tower, TowerInModel):
             return ServedImages(ImagePixels(pixels, tokens, self._tower.family.images_along), grid)
         features = self._tower.features(pixels)
         self.tower_calls += 1
         return ServedImages(features.to("cpu"), grid)
+
+    def _pixels(self, references: tuple[str, ...], tokens: int) -> Mapping[str, Tensor]:
+        """The pixels of the images of a row: those that another store keeps, or new ones."""
+        if self._store_of_pixels is not None:
+            served = self._store_of_pixels._of_row(references, tokens).features
+            assert isinstance(served, ImagePixels)
+            return served.pixels
+        images = []
+        for reference in references:
+            file = ImageFile.of(reference)
+            images.append(decoded_image(file.content(), self._most_pixels))
+        return self._processor.pixels(images)
 
     def _keep(self, references: tuple[str, ...], row_images: ServedImages) -> None:
         """Keep the images of a row, and drop those that were not used for the longest time."""

@@ -1,6 +1,7 @@
 """A vision tower that trains, in rollouts: generation and scoring take its weights as they are
 after each update, and generation encodes the images of a prompt once for a rollout."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -44,11 +45,14 @@ def step3(request, tmp_path_factory):
     write_pictures(folder)
     further = ["--train_vision_tower", "True"]
     prompts, config, tokenizer = prepared_prompts(vlm, write_rows(folder, ROWS), *further)
-    source = source_of(config, str(vlm), tokenizer, torch.device("cpu"))
+    new_source = partial(source_of, config, str(vlm), tokenizer, torch.device("cpu"))
+    source = new_source()
     policy = PolicyModel(load_causal_lm(str(vlm), "fp32", None, changes_to_train(config, "actor_")))
     policy.given_source = source
     whole = AutoModelForImageTextToText.from_pretrained(vlm).eval()
-    return SimpleNamespace(policy=policy.eval(), prompts=prompts, source=source, whole=whole)
+    return SimpleNamespace(
+        policy=policy.eval(), prompts=prompts, source=source, new_source=new_source, whole=whole
+    )
 
 
 def change_the_tower(step3):
@@ -89,3 +93,19 @@ def test_log_probs_after_an_update_are_those_of_the_plain_model(step3, engine):
                 torch.testing.assert_close(logprobs[row, mask], expected, atol=1e-5, rtol=1e-5)
         change_the_tower(step3)
     hook.remove()
+
+
+def test_pixels_are_made_once_and_features_in_each_rollout(step3, monkeypatch):
+    source = step3.new_source()
+    made = []
+    processor_class = type(source._processor)
+    pixels = processor_class.pixels
+    monkeypatch.setattr(
+        processor_class, "pixels", lambda *of_row: made.append(1) or pixels(*of_row)
+    )
+    batch = prompt_batch(step3.prompts, range(len(ROWS)), 0, source)
+    first = source.for_prompts(batch, step3.policy.lm)([0, 1, 2, 3], 4)
+    change_the_tower(step3)
+    second = source.for_prompts(batch, step3.policy.lm)([0, 1, 2, 3], 4)
+    assert len(made) == 3  # rows with images
+    assert not torch.allclose(first.features.states, second.features.states, atol=1e-3)
