@@ -18,7 +18,7 @@ from dschat_ppo.ppo.rollouts import prompt_batch
 from dschat_ppo.rollout.generation_request import GenerationConfig, RolloutRequest
 from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
-from dschat_ppo.types import MinimumLength
+from dschat_ppo.types import ForbiddenTokens
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -82,8 +82,8 @@ def test_log_probs_after_an_update_are_those_of_the_plain_model(step3, engine):
         with torch.no_grad():
             rollout = generate(step3.policy.lm, RolloutRequest(batch, seeds, given=given), config)
             assert len(encoded) == 3  # one call for each prompt with images
-            banned = MinimumLength((), 0, banned_ids)
-            scored = response_logprobs(step3.policy, rollout, 1.0, minimum_length=banned)
+            banned = ForbiddenTokens((), 0, banned_ids)
+            scored = response_logprobs(step3.policy, rollout, 1.0, forbidden_tokens=banned)
         for row, mask in enumerate(rollout.response_mask):
             response = rollout.response_ids[row, mask]
             record = dict(step3.prompts[row // SAMPLES]) | {"answers": [response.tolist()]}
