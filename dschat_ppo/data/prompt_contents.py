@@ -72,16 +72,16 @@ def written_prompt(record: Mapping[str, Any], text: str) -> str | Messages:
     messages = json.loads(record["row"]).get(MESSAGES)
     if messages is None:
         return text
-    parts = iter(prompt_content(record).parts)
+    items = iter(prompt_content(record).parts)
     written = []
     for message in messages:
         if has_marks(message["content"]):
             content = list[Mapping[str, Any]]()
-            for part in in_parts(message["content"]):
-                if part["type"] == "image":
-                    content.append(next(parts))
+            for piece in in_parts(message["content"]):
+                if piece["type"] == "image":
+                    content.append(next(items))
                 else:
-                    content.append(part)
+                    content.append(piece)
             message = {**message, "content": content}
         written.append(message)
     return written
@@ -100,14 +100,14 @@ def shown_prompts(
         contents: of the prompts.
     """
     rows = list[list[list[int]]]()
-    for pieces in _between_items(real_tokens(ids, mask), contents):
+    for pieces in _between_items(unpadded_ids(ids, mask), contents):
         first = pieces[0]
         # with it, tokenizers such as Llama's put a space before the text
         if tokenizer.bos_token_id is not None and first[:1] == [tokenizer.bos_token_id]:
             first = first[1:]
         rows.append([first, *pieces[1:]])
     places = [[PLACE] * len(content.spans) for content in contents]
-    return _decoded(tokenizer, rows, places, skip_special_tokens=False)
+    return _texts_with_places(tokenizer, rows, places, skip_special_tokens=False)
 
 
 def readable_prompts(
@@ -117,12 +117,14 @@ def readable_prompts(
 ) -> list[str]:
     """The text of each prompt without special tokens, as people read it: with a few words in the
     place of each item. `prompts`: their ids."""
-    places = [[words for _, _, words in content.items] for content in contents]
+    places = []
+    for content in contents:
+        places.append([words for _, _, words in content.items])
     rows = _between_items(prompts, contents)
-    return _decoded(tokenizer, rows, places, skip_special_tokens=True)
+    return _texts_with_places(tokenizer, rows, places, skip_special_tokens=True)
 
 
-def real_tokens(ids: Tensor, mask: Tensor) -> list[list[int]]:
+def unpadded_ids(ids: Tensor, mask: Tensor) -> list[list[int]]:
     """The real tokens of each row, `ids` and `mask` (B, T)."""
     # to the CPU at once, not two waits for each row
     rows = zip(ids.cpu(), mask.cpu(), strict=True)
@@ -144,7 +146,7 @@ def _between_items(
     return rows
 
 
-def _decoded(
+def _texts_with_places(
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[Sequence[list[int]]],
     places: Sequence[Sequence[str]],
@@ -156,7 +158,7 @@ def _decoded(
     prompts = []
     for row, places_of_row in zip(rows, places, strict=True):
         prompt = next(texts)
-        for _, place in zip(row[1:], places_of_row, strict=True):
-            prompt += place + next(texts)
+        for _, words in zip(row[1:], places_of_row, strict=True):
+            prompt += words + next(texts)
         prompts.append(prompt)
     return prompts

@@ -72,17 +72,21 @@ def _with_contents(shown: ShownResponses) -> ShownResponses:
                 contents[_key(response)] = response.content
     if not contents:
         return shown
-    parts = dict.fromkeys(contents, "")
+    html_of_contents = dict.fromkeys(contents, "")
     for content_parts_of in hooks("report_parts.content_parts_of"):
-        for key, part in zip(contents, content_parts_of(list(contents.values())), strict=True):
-            parts[key] += part
+        for key, html in zip(contents, content_parts_of(list(contents.values())), strict=True):
+            html_of_contents[key] += html
 
     def with_parts(titled: list[Titled]) -> list[Titled]:
-        """The same responses with these parts."""
-        return [
-            (title, [replace(each, content_part=parts.get(_key(each), "")) for each in group])
-            for title, group in titled
-        ]
+        """The same responses with what shows their contents."""
+        groups = []
+        for title, group in titled:
+            responses = []
+            for response in group:
+                html = html_of_contents.get(_key(response), "")
+                responses.append(replace(response, content_part=html))
+            groups.append((title, responses))
+        return groups
 
     held_out = [(prompt, with_parts(columns)) for prompt, columns in shown.held_out]
     return ShownResponses(held_out, with_parts(shown.training))

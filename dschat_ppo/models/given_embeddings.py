@@ -139,7 +139,7 @@ class GivenSource(Protocol):
         ...
 
 
-def sources_of_roles(
+def given_sources_of(
     features: HasFeatures,
     folders: Mapping[str, str],
     dtype: str,

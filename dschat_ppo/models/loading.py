@@ -324,15 +324,15 @@ def _load(
 def _with_dropout(config: PretrainedConfig, dropout: float | None) -> PretrainedConfig:
     """The config with this dropout and, because ranks must run the same layers, without layers that
     training skips."""
-    parts = [config.get_text_config()]  # the config itself, except for models of images and text
-    parts += [getattr(config, name) for name in config.sub_configs if hasattr(config, name)]
+    configs = [config.get_text_config()]  # the config itself, except for models of images and text
+    configs += [getattr(config, name) for name in config.sub_configs if hasattr(config, name)]
     rates = {}
     if dropout is not None:
         rates = {**dict.fromkeys(DROPOUTS, dropout), **dict.fromkeys(SKIPPED_LAYERS, 0.0)}
     for name, rate in rates.items():
-        for part in parts:
-            if hasattr(part, name):
-                setattr(part, name, rate)
+        for with_rate in configs:
+            if hasattr(with_rate, name):
+                setattr(with_rate, name, rate)
     return config
 
 

@@ -57,7 +57,7 @@ from dschat_ppo.run.run_models import (
     PromptReader,
     check_further_models,
     check_language_model,
-    check_readers,
+    check_prompt_readers,
     check_same_tokens,
     data_of_model,
 )
@@ -292,7 +292,7 @@ def _check_use_of_rows(
         for check_rows in hooks("checks.check_rows"):
             check_rows(config, rows.eval["row"])
     prompts = [data for data in (rows.at_hand, rows.eval) if data is not None]
-    check_readers(config, folders.actor, readers_of(config, folders), prompts, tokenizer)
+    check_prompt_readers(config, folders.actor, readers_of(config, folders), prompts, tokenizer)
 
 
 def readers_of(config: PPOConfig, folders: ModelFolders) -> list[PromptReader]:

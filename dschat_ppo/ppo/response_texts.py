@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.data.model_replies import reply_of_tokens
-from dschat_ppo.data.prompt_contents import real_tokens
+from dschat_ppo.data.prompt_contents import unpadded_ids
 from dschat_ppo.data.reply_tokens import LONGEST_MARK, ends_in_thought
 from dschat_ppo.features import hooks
 from dschat_ppo.rewards.call_forms import ResponseText
@@ -23,7 +23,7 @@ def texts_of(
     tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor, skip_special_tokens: bool
 ) -> list[str]:
     """The real tokens of each row, `ids` and `mask` (B, T), as text."""
-    rows = real_tokens(ids, mask)
+    rows = unpadded_ids(ids, mask)
     return list(tokenizer.batch_decode(rows, skip_special_tokens=skip_special_tokens))
 
 

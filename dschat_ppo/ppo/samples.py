@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.kl import kl_k1
@@ -18,7 +19,7 @@ from dschat_ppo.data.prompt_contents import (
     PromptContent,
     prompt_content,
     readable_prompts,
-    real_tokens,
+    unpadded_ids,
 )
 from dschat_ppo.features import hooks
 from dschat_ppo.models.given_embeddings import GivenSource
@@ -127,7 +128,7 @@ def sample_lines(
         contents: what the prompt of each row holds besides text; (): nothing.
     """
     contents = contents or [TEXT_ALONE] * len(rows.prompt_ids)
-    prompts = readable_prompts(tokenizer, real_tokens(rows.prompt_ids, rows.prompt_mask), contents)
+    prompts = readable_prompts(tokenizer, unpadded_ids(rows.prompt_ids, rows.prompt_mask), contents)
     answers = whole_texts(tokenizer, rows)
     lengths = rows.response_mask.sum(dim=1)  # (B,)
     tokens = row_lengths(rows)
@@ -138,16 +139,12 @@ def sample_lines(
     lines = []
     texts = zip(prompts, answers, shown_sections(tokenizer, rows), strict=True)
     for row, (prompt, answer, sections) in enumerate(texts):
-        by_source = {}  # of the sources that score it
-        for name, score in zip(sources, rows.source_scores[row].tolist(), strict=True):
-            if not math.isnan(score):
-                by_source[name] = score
         line = {
             "prompt": prompt,
             "answer": answer,
             "tokens": int(tokens[row]),
             "score": float(rows.scores[row]),
-            "scores": by_source,
+            "scores": _scores_by_source(sources, rows.source_scores[row]),
             "kl": None if math.isnan(rows.scores[row]) else kl[row],
             "length": int(lengths[row]),
             "ended": FinishReason(int(rows.finish_reason[row])).name.lower(),
@@ -162,6 +159,15 @@ def sample_lines(
             line["remarks"] = remarks[row]
         lines.append(line)
     return lines
+
+
+def _scores_by_source(sources: Sequence[str], source_scores: Tensor) -> dict[str, float]:
+    """The scores of a row, (K,), of the sources that score it."""
+    by_source = {}
+    for name, score in zip(sources, source_scores.tolist(), strict=True):
+        if not math.isnan(score):
+            by_source[name] = score
+    return by_source
 
 
 def _remarks_of_features(rows: ScoredRollout) -> list[dict[str, str]]:

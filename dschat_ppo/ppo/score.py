@@ -26,9 +26,9 @@ from dschat_ppo.data.prompt_contents import (
     PromptContent,
     prompt_content,
     readable_prompts,
-    real_tokens,
     shown_prompts,
     shown_row,
+    unpadded_ids,
 )
 from dschat_ppo.features import hooks
 from dschat_ppo.models.micro_batches import (
@@ -109,7 +109,7 @@ class RewardRequests:
         """The prompts of a rollout, which are those at `indices`, without special tokens."""
         each = slice(None, None, len(rollout.prompt_ids) // len(indices))
         contents = [prompt_content(self.prompts[index]) for index in indices]
-        prompts = real_tokens(rollout.prompt_ids[each], rollout.prompt_mask[each])
+        prompts = unpadded_ids(rollout.prompt_ids[each], rollout.prompt_mask[each])
         return readable_prompts(self.tokenizer, prompts, contents)
 
     def count_failed_rows(self) -> FailedRows:

@@ -21,7 +21,7 @@ from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.errors import counted
-from dschat_ppo.models.given_embeddings import GivenSource, sources_of_roles
+from dschat_ppo.models.given_embeddings import GivenSource, given_sources_of
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.saving import (
     SavedForm,
@@ -124,7 +124,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
 def given_sources(
     config: PPOConfig, folders: ModelFolders, tokenizer: PreTrainedTokenizerBase
 ) -> Mapping[str, GivenSource]:
-    """`sources_of_roles` of the models in these folders."""
+    """`given_sources_of` of the models in these folders."""
     folders_of_roles = {"actor": folders.actor}
     if config.has_reference:
         folders_of_roles["reference"] = folders.reference or folders.actor
@@ -132,7 +132,7 @@ def given_sources(
         folders_of_roles["critic"] = folders.critic
     if folders.reward is not None:
         folders_of_roles["reward"] = folders.reward
-    return sources_of_roles(config, folders_of_roles, config.run.dtype, tokenizer, dist.device())
+    return given_sources_of(config, folders_of_roles, config.run.dtype, tokenizer, dist.device())
 
 
 def build_components(

@@ -141,10 +141,7 @@ def check_engine(
     device = next(model.parameters()).device
     vocabulary = vocabulary_size(model)
     if engine == "continuous":
-        reason = reason_unsupported(model)
-        if source is not None and source.reason_to_pad is not None:
-            reason = source.reason_to_pad
-        reason = of_any_rank(reason, device)
+        reason = of_any_rank(_reason_to_pad(model, source), device)
         if reason:
             return 0.0, reason
     prompts = check_prompts(model, vocabulary, device)
@@ -174,6 +171,13 @@ def check_engine(
     reason = unfit(tried)
     # of all ranks, so that they choose the same engine
     return float(all_reduce(largest, "max")), of_any_rank(reason, device)
+
+
+def _reason_to_pad(model: PreTrainedModel, source: GivenSource | None) -> str:
+    """Why continuous batching does not support the model with what the `source` gives, or ""."""
+    if source is not None and source.reason_to_pad is not None:
+        return source.reason_to_pad
+    return reason_unsupported(model)
 
 
 def _greedy(

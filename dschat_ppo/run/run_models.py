@@ -49,10 +49,10 @@ def check_language_model(
 
 def data_of_model(config: StepConfig, folder: str, tokenizer: PreTrainedTokenizerBase) -> StepData:
     """What a step reads of its data, for the model in `folder` that trains."""
-    return read_by_model(config, config.step_data, folder, tokenizer)
+    return data_read_by_model(config, config.step_data, folder, tokenizer)
 
 
-def read_by_model(
+def data_read_by_model(
     features: HasFeatures, data: StepData, folder: str, tokenizer: PreTrainedTokenizerBase
 ) -> StepData:
     """`data` with content that the model in `folder` takes besides text. A feature offers
@@ -79,7 +79,7 @@ class PromptReader:
     sources: Sequence[str] = ()  # data sources whose prompts it reads; (): all of them
 
 
-def check_readers(
+def check_prompt_readers(
     features: HasFeatures,
     folder: str,
     readers: Sequence[PromptReader],

@@ -53,7 +53,7 @@ from dschat_ppo.rewards.build_rewards import (
 )
 from dschat_ppo.rewards.reward_source import RewardSource
 from dschat_ppo.rollout.generation_request import GenerationConfig
-from dschat_ppo.run.run_models import PromptReader, check_readers, read_by_model
+from dschat_ppo.run.run_models import PromptReader, check_prompt_readers, data_read_by_model
 from dschat_ppo.tools.chat_model import CheckedModel, changes_of_tool, checked_models
 from dschat_ppo.tools.evaluated_model import (
     LoadedReward,
@@ -147,7 +147,7 @@ def _check_scorer(
         sources = request.rewards.reward_model_sources
     reader = PromptReader("reward", scorer.flag, scorer.folder, sources)
     for model, rows in zip(models, prompts, strict=True):
-        check_readers(request.features, model.folder, [reader], [rows], model.tokenizer)
+        check_prompt_readers(request.features, model.folder, [reader], [rows], model.tokenizer)
 
 
 def _flags_with_values(args: argparse.Namespace) -> dict[str, str]:
@@ -259,7 +259,7 @@ def _step_data(request: EvaluationRequest, model: CheckedModel) -> StepData:
         eval_prompt_columns=columns,
         whole_flag="--data_path",
     )
-    return read_by_model(request.features, step, model.folder, model.tokenizer)
+    return data_read_by_model(request.features, step, model.folder, model.tokenizer)
 
 
 def _prepared_prompts(

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from dschat_ppo.common import dist
 from dschat_ppo.errors import UserError, in_one_line
-from dschat_ppo.models.given_embeddings import GivenSource, sources_of_roles
+from dschat_ppo.models.given_embeddings import GivenSource, given_sources_of
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.models.wrapped_models import ScalarModel
 from dschat_ppo.ppo.generation_settings import end_ids, greedily
@@ -50,7 +50,7 @@ def given_source(
     folders = {"actor": checked.folder}
     if scorer is not None:
         folders["reward"] = scorer.checked.folder
-    sources = sources_of_roles(request.features, folders, dtype, checked.tokenizer, dist.device())
+    sources = given_sources_of(request.features, folders, dtype, checked.tokenizer, dist.device())
     if scorer is not None:
         scorer.model.given_source = sources.get("reward")
     return sources.get("actor")

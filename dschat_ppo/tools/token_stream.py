@@ -45,16 +45,16 @@ def stream_tokens(
     models do."""
     ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
     vocabulary = vocabulary_size(model)
-    given = None
+    given_embeddings = None
     banned_ids: tuple[int, ...] = ()
     if given_prompt is not None:
-        given = given_prompt.given
+        given_embeddings = given_prompt.given
         banned_ids = given_prompt.banned_ids
     known_ends = tuple(end for end in ends if end < vocabulary)
     stopping = StoppingCriteria(max_new_tokens, known_ends, banned_ids=banned_ids)
     prompts = PromptBatch(ids, torch.ones_like(ids).bool())
     config = GenerationConfig(sampling, stopping)
-    request = RolloutRequest(prompts, torch.tensor([seed]), given=given)
+    request = RolloutRequest(prompts, torch.tensor([seed]), given=given_embeddings)
     buffers = SequenceBuffers(request, config, vocabulary, slack=1)
     for token in PaddedBatches(model, buffers, 1).tokens(torch.zeros_like(ids[0, :1])):
         yield int(token)

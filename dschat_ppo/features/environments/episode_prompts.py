@@ -91,8 +91,8 @@ class EpisodePrompt:
         """The tokens of the prompt, whose images have all of theirs, with the end of `opened_ids`,
         in which each image is one placeholder. `plain_ids`: likewise, without what was said."""
         common = len(commonprefix([plain_ids, opened_ids]))
-        kept = len(self.ids) - (len(plain_ids) - common)
+        common_end = len(self.ids) - (len(plain_ids) - common)
         _, end_of_images = self.content.spans[-1]
-        if kept < end_of_images or self.ids[kept:] != plain_ids[common:]:
+        if common_end < end_of_images or self.ids[common_end:] != plain_ids[common:]:
             raise UserError("what it says first must follow a text, not an image of the prompt")
-        return [*self.ids[:kept], *opened_ids[common:]]
+        return [*self.ids[:common_end], *opened_ids[common:]]

@@ -157,17 +157,6 @@ class EpisodeRollouts:
         if all(problems) and not any(dist.gather_objects(cancelled())):
             self._forget()
             raise UserError(f"{self._flag_text}: no episode begins: {problems[0]}")
-        prompts_of_rows = prompts[::samples]
-        played = list(indices)
-        if all(prompt == prompts_of_rows[i // samples] for i, prompt in enumerate(prompts)):
-            prompts = prompts_of_rows
-        else:
-            played = [index for index in indices for _ in range(samples)]
-        extra = None
-        if source is not None:
-            extra = source.prompt_columns(rows, played)
-        dataset = Dataset.from_dict({"prompt_ids": prompts})
-        batch = collate_prompts(dataset, range(len(prompts)), filler_id(self.tokenizer), extra)
         turns = EpisodeTurns(
             self.episodes,
             self.observations,
@@ -176,7 +165,28 @@ class EpisodeRollouts:
             records,
             banned_ids,
         )
-        return batch, turns
+        return self._batch_of(prompts, rows, indices, source), turns
+
+    def _batch_of(
+        self,
+        prompts: Sequence[list[int]],
+        rows: Dataset,
+        indices: Sequence[int],
+        source: GivenSource | None,
+    ) -> PromptBatch:
+        """The prompts of episodes, several of each row, as one for each row if they are equal."""
+        samples = len(prompts) // len(indices)
+        prompts_of_rows = prompts[::samples]
+        if all(prompt == prompts_of_rows[i // samples] for i, prompt in enumerate(prompts)):
+            prompts = prompts_of_rows
+            row_indices = list(indices)
+        else:
+            row_indices = [index for index in indices for _ in range(samples)]
+        extra = None
+        if source is not None:
+            extra = source.prompt_columns(rows, row_indices)
+        dataset = Dataset.from_dict({"prompt_ids": prompts})
+        return collate_prompts(dataset, range(len(prompts)), filler_id(self.tokenizer), extra)
 
     def _openings(
         self,

@@ -201,8 +201,8 @@ class PictureModel(ChatModel):
         encoded = encode_example(self.tokenizer, Example(messages, []))
         encoded = self._content.expanded(encoded, files)
         record = self._content.values(encoded, files)
-        given = partial(self._given, encoded.prompt, record)
-        return encoded.prompt, GivenPrompt(given, self._store.banned_ids)
+        pictures = partial(self._given, encoded.prompt, record)
+        return encoded.prompt, GivenPrompt(pictures, self._store.banned_ids)
 
     def _given(
         self, ids: list[int], record: dict[str, Any], indices: Sequence[int], width: int

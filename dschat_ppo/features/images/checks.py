@@ -105,7 +105,7 @@ def check_readers(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Refuse models that would read prompts with images, and do not see these, or see them by other
-    tokens than the actor. Arguments as `run.run_models.check_readers`."""
+    tokens than the actor. Arguments as `run.run_models.check_prompt_readers`."""
     if not any(_have_images(rows, ()) for rows in prompts):
         return
     actor_config = load_config(folder, "model")

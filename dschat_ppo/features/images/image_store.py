@@ -147,7 +147,7 @@ class ImageStore:
             if axes is not None:
                 positions[:, row] = axes
                 offsets[row] = axes[0, -1] + 1 - len(columns)  # all columns after the images agree
-        joined = _joined([row_images.features for row_images in distinct.values()])
+        joined = _concatenated([row_images.features for row_images in distinct.values()])
         inputs = ImageInputs(joined, index, family=self._tower.family)
         if self._tower.family.has_axes:
             inputs = replace(inputs, positions=positions, offsets=offsets)
@@ -338,7 +338,7 @@ class ImageStore:
             self._kept_bytes -= dropped.features.bytes
 
 
-def _joined(of_rows: Sequence[ImageFeatures | ImagePixels]) -> ImageFeatures | ImagePixels:
+def _concatenated(of_rows: Sequence[ImageFeatures | ImagePixels]) -> ImageFeatures | ImagePixels:
     """What the model gets of the images of several rows, one after another."""
     features = [row for row in of_rows if isinstance(row, ImageFeatures)]
     pixels = [row for row in of_rows if isinstance(row, ImagePixels)]

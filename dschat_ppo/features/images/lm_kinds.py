@@ -26,14 +26,14 @@ def kinds_of(config: HasFeatures, trains: bool) -> tuple[LMKind, ...]:
     if config.value("with_images"):
         kind = OF_IMAGES_OR_TEXT
     if trains and trains_parts(config):
-        kind = _with_parts(
+        kind = _kind_that_trains(
             kind, config.value("train_vision_tower"), config.value("train_projector")
         )
     return (kind,)
 
 
 @cache
-def _with_parts(kind: LMKind, trains_tower: bool, trains_projector: bool) -> LMKind:
+def _kind_that_trains(kind: LMKind, trains_tower: bool, trains_projector: bool) -> LMKind:
     """The kind of these models with their tower and projector in them."""
     keep = partial(keep_parts, trains_tower=trains_tower, trains_projector=trains_projector)
     return replace(kind, take_apart=keep)

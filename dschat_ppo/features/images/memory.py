@@ -27,13 +27,13 @@ def adjust(phase: Phase, config: StepConfig, roles: Sequence[Role]) -> None:
     host memory that its features may take. Models with towers of one size share one, as those that
     come from one model do. A tower that trains is counted with its model."""
     trains = any(config.value(name) for name in _FLAGS_THAT_TRAIN)
-    towers = set[int]()
+    sizes_of_towers = set[int]()
     for role in roles:
         is_beside = not (trains and role.name in _TRAINED_ROLES)
         if is_beside and trains_with_images(config, role.sizes.config):
-            towers.add(tower_numbers(role.sizes.config))
-    for numbers in towers:
-        phase.add(_ROLE, "weights", DTYPES[config.run.dtype].itemsize * numbers)
+            sizes_of_towers.add(tower_numbers(role.sizes.config))
+    for tower_size in sizes_of_towers:
+        phase.add(_ROLE, "weights", DTYPES[config.run.dtype].itemsize * tower_size)
         phase.add(_ROLE, "buffers", config.of(ImageFlags).image_cache_gb * 10**9, on_host=True)
 
 
@@ -42,11 +42,12 @@ def tower_numbers(model_config: PretrainedConfig) -> int:
     key = model_config.to_json_string(use_diff=False)
     if key not in _counted:
         with torch.device("meta"):
-            whole: Any = AutoModelForImageTextToText.from_config(deepcopy(model_config))
-        inner = whole.model
+            model: Any = AutoModelForImageTextToText.from_config(deepcopy(model_config))
+        inner = model.model
         decoder = inner.get_decoder()
-        parts = [child for child in inner.children() if child is not decoder]
-        weights = {weight for part in parts for weight in part.parameters()}
-        weights |= set(inner.parameters(recurse=False))
+        weights = set(inner.parameters(recurse=False))
+        for child in inner.children():
+            if child is not decoder:
+                weights.update(child.parameters())
         _counted[key] = sum(weight.numel() for weight in weights)
     return _counted[key]

@@ -23,9 +23,9 @@ def content_of(record: Mapping[str, Any]) -> PromptContent | None:
     references = tuple(record[IMAGES] or ())
     images = MadeByWorker(_OPENS, "images_of", references)
     files = [ImageFile.of(reference) for reference in references]
-    parts = [{"type": "image", "path": file.path} for file in files]
+    message_parts = [{"type": "image", "path": file.path} for file in files]
     described = partial(described_images, references, spans)
     written = {}
     if files:
         written[IMAGES] = [{"path": file.path, "sha256": file.sha} for file in files]
-    return PromptContent(spans, {IMAGES: images}, parts, described, written)
+    return PromptContent(spans, {IMAGES: images}, message_parts, described, written)

@@ -27,21 +27,21 @@ def content_parts_of(contents: Sequence[Mapping[str, Any]]) -> list[str]:
     other ones than in the run. "" without Pillow, and where the page has enough pictures."""
     if not is_installed("PIL"):
         return [""] * len(contents)
-    shown = set[ImageFile]()
-    parts = []
+    on_page = set[ImageFile]()
+    html_of_contents = []
     for content in contents:
-        part = ""
-        for file in _files_of(content):
-            if file in shown or len(shown) < MOST_PICTURES:
-                shown.add(file)
-                part += _picture(file)
-        if part:
-            part = f"<p>{part}</p>"
-        parts.append(part)
-    return parts
+        pictures = ""
+        for file in _image_files(content):
+            if file in on_page or len(on_page) < MOST_PICTURES:
+                on_page.add(file)
+                pictures += _picture(file)
+        if pictures:
+            pictures = f"<p>{pictures}</p>"
+        html_of_contents.append(pictures)
+    return html_of_contents
 
 
-def _files_of(content: Mapping[str, Any]) -> list[ImageFile]:
+def _image_files(content: Mapping[str, Any]) -> list[ImageFile]:
     """The files that a line of samples names; [] of a damaged one."""
     with suppress(LookupError, TypeError):
         return [ImageFile(entry["path"], entry["sha256"]) for entry in content[IMAGES]]

@@ -64,10 +64,9 @@ class ImagePixels:
 def joined_pixels(of_rows: Sequence[ImagePixels]) -> ImagePixels:
     """The images of several rows, one after another."""
     along = of_rows[0].along
-    pixels = {
-        name: torch.cat([row.pixels[name] for row in of_rows], dim=along)
-        for name in of_rows[0].pixels
-    }
+    pixels = {}
+    for name in of_rows[0].pixels:
+        pixels[name] = torch.cat([row.pixels[name] for row in of_rows], dim=along)
     return ImagePixels(pixels, sum(row.tokens for row in of_rows), along)
 
 
@@ -103,8 +102,8 @@ class TowerInModel:
 def keep_parts(model: PreTrainedModel, trains_tower: bool, trains_projector: bool) -> None:
     """Leave the parts beside the decoder in a model, and freeze those that do not train."""
     projector = FAMILIES[model.config.model_type].projector
-    for name, part in parts_beside_decoder(model).items():
-        for weight_name, weight in part.named_parameters(prefix=name):
+    for name, module in parts_beside_decoder(model).items():
+        for weight_name, weight in module.named_parameters(prefix=name):
             if weight_name.startswith(projector):
                 weight.requires_grad_(trains_projector)
             else:

@@ -98,8 +98,8 @@ def _layers_for_lora(model: PreTrainedModel) -> list[str]:
     has_experts = any("experts" in name for name in config.to_dict())
     not_called = NOT_CALLED.get(config.model_type, ())
     beside = set[nn.Module]()
-    for part in parts_beside_decoder(model).values():
-        beside.update(part.modules())
+    for module in parts_beside_decoder(model).values():
+        beside.update(module.modules())
     names = []
     for name, layer in model.named_modules():
         is_head = name == SCORE or (tied and layer is head)

@@ -13,7 +13,7 @@ from features.images.image_runs import prepared, prepared_prompts, write_picture
 from PIL import Image
 from tiny_vlms import noise, save_tiny_vlm
 
-from dschat_ppo.data.prompt_contents import prompt_content, readable_prompts, real_tokens
+from dschat_ppo.data.prompt_contents import prompt_content, readable_prompts, unpadded_ids
 from dschat_ppo.features.images.given_embeddings import source_of
 from dschat_ppo.features.images.image_files import ImageFile
 from dschat_ppo.html_report.page import write_report
@@ -47,7 +47,7 @@ def test_samples_have_the_size_of_an_image_in_place_of_its_tokens(folder):
     # the responses to a prompt, as a run has them
     batch = prompt_batch(prompts, [1, 1, 2, 0], 0, source)
     contents = contents_of(batch, source)
-    texts = readable_prompts(tokenizer, real_tokens(batch.prompt_ids, batch.prompt_mask), contents)
+    texts = readable_prompts(tokenizer, unpadded_ids(batch.prompt_ids, batch.prompt_mask), contents)
     first, second, third = SIZES["qwen3_vl"]
     assert texts[0] == texts[1] == f"user : first{second}second{third}? assistant :"
     assert texts[2] == "user : what is red ? assistant :"
