@@ -29,9 +29,11 @@ data="$out/toy/data"
 export DSCHAT_PPO_NO_NEXT=1
 common=(--dtype fp32 --seed "$seed")
 sft_epochs=4
+steps=60
 task=(--asked "$asked")
 if [ "$asked" != colour ]; then
     common+=(--train_vision_tower True --train_projector True)
+    steps=120
 fi
 if [ "$asked" = shape ]; then
     sft_epochs=10
@@ -94,7 +96,7 @@ grpo=(
     --n_samples_per_prompt 8
     --per_device_generation_batch_size "$(per_rank 16)"
     --per_device_training_batch_size "$(per_rank 128)"
-    --max_steps 60
+    --max_steps "$steps"
 )
 step3 ppo prompts \
     --critic_model_name_or_path "$out/reward" \
@@ -102,7 +104,7 @@ step3 ppo prompts \
     --critic_learning_rate 2e-3 \
     --per_device_generation_batch_size "$(per_rank 128)" \
     --per_device_training_batch_size "$(per_rank 64)" \
-    --max_steps 60
+    --max_steps "$steps"
 step3 grpo prompts "${grpo[@]}"
 step3 swapped swapped "${grpo[@]}"
 
