@@ -11,7 +11,7 @@ MOST_MARKS = 256  # of a row
 PLACE = (
     "<image>"  # how a mark is shown; in texts of data sets such as LLaVA's the place of an image
 )
-_BASE64 = re.compile("[A-Za-z0-9+/]{200,}={0,2}")
+_BASE64 = re.compile('(base64,|"base64": "|"bytes": ")([A-Za-z0-9+/]{200,}={0,2})')
 MARK = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_FIRST_MARK + MOST_MARKS - 1)}]")
 
 
@@ -38,9 +38,8 @@ def with_places(content: Any) -> Any:
 
 
 def without_base64(text: str) -> str:
-    """A text for people, with the number of characters in place of content in base64, which is as
-    long as no word is."""
-    return _BASE64.sub(lambda content: f"<{len(content[0])} characters of base64>", text)
+    """JSON for people, with the number of characters in place of content in base64."""
+    return _BASE64.sub(lambda found: f"{found[1]}<{len(found[2])} characters of base64>", text)
 
 
 def in_parts(content: Any) -> list[dict[str, str]]:

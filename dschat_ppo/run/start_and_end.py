@@ -23,12 +23,14 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, titled_table
 from dschat_ppo.common.paths import MODELS, shown_path
 from dschat_ppo.common.progress import duration
+from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.data.content_marks import without_base64
 from dschat_ppo.data.encode import decoded
 from dschat_ppo.data.examples import ADDED
 from dschat_ppo.data.prompt_contents import prompt_content
 from dschat_ppo.data.uses import further_uses
 from dschat_ppo.errors import counted
+from dschat_ppo.features import hooks
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
 from dschat_ppo.types import Engine
 
@@ -286,6 +288,15 @@ def write_validation(folder: Path, metrics: dict[str, float], seconds: float) ->
     write_result(folder, result)
     logger().info(f"validation: saved to {shown_path(folder)}; nothing was trained")
     return result
+
+
+def words_of_features(config: StepConfig, command: str) -> list[str]:
+    """What features add to the `command`, a step or "chat", that follows a run of `config`. A
+    feature offers `next_commands.words_of(config, command)`."""
+    words = list[str]()
+    for words_of in hooks("next_commands.words_of"):
+        words += words_of(config, command)
+    return words
 
 
 def tool_command(tool: str, words: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ from dschat_ppo.models.loading import changes_to_train, load_causal_lm
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.models.wrapped_models import PolicyModel, Teaching
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.run.start_and_end import tool_command
+from dschat_ppo.run.start_and_end import tool_command, words_of_features
 from dschat_ppo.supervised.objective import Objective, collator_on_device
 from dschat_ppo.supervised.supervised_run import (
     begin_supervised_run,
@@ -143,5 +143,6 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, config, run.nonfinite)
     if terms:
         require_whole_distributions([trainer.engine, *further.values()])
-    next_command = tool_command("chat", ["--model", str(run.output)])
+    words = ["--model", str(run.output), *words_of_features(config, "chat")]
+    next_command = tool_command("chat", words)
     return train_and_save(trainer, run, next_command, further)

@@ -21,7 +21,7 @@ from dschat_ppo.models.kernel_selection import apply_memory_flags
 from dschat_ppo.models.loading import changes_to_train, load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
-from dschat_ppo.run.start_and_end import tool_command
+from dschat_ppo.run.start_and_end import tool_command, words_of_features
 from dschat_ppo.supervised.objective import BuiltObjective
 from dschat_ppo.supervised.policy_objectives import (
     dpo_objective,
@@ -81,7 +81,8 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
     objective = OBJECTIVES[name].build(filler_id(run.tokenizer), run.device, config, **settings)
     trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, config, run.nonfinite)
     output = str(run.output)
-    command = tool_command("chat", ["--model", output, "--compare", run.model_folder])
+    words = ["--model", output, "--compare", run.model_folder]
+    command = tool_command("chat", [*words, *words_of_features(config, "chat")])
     if config.has_head:
         command = step_command("ppo", ppo_words(config, run.model_folder, output))
     return train_and_save(trainer, run, command)
@@ -109,6 +110,7 @@ def ppo_words(config: PreferenceConfig, model: str, reward: str) -> list[str]:
         "--critic_model_name_or_path",
         reward,
         *data_words(data),
+        *words_of_features(config, "ppo"),
     ]
     if config.step_data.lazy is not None:
         words += config.step_data.lazy.words

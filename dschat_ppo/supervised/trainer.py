@@ -204,12 +204,12 @@ class SupervisedTrainer(Generic[Batch]):
             kept_models.save_step(self.steps)
 
     def _phase_metrics(self) -> dict[str, float]:
-        """Seconds and peak memory of the phases since the last call."""
+        """Seconds and peak memory of the phases since the last call. Collective."""
         seconds, _, peak = self.clock.take()
         metrics = {f"time/{name}": value for name, value in seconds.items()}
         source: GivenSource | None = getattr(unwrap(self.engine), "given_source", None)
         if source is not None:
-            metrics |= usage_metrics(source.name, [source.take_usage()])
+            metrics |= usage_metrics(source.name, dist.gather_objects(source.take_usage()))
         return metrics | {f"memory/{name}_peak_gib": value for name, value in peak.items()}
 
     def steps_left(self) -> Iterator[MicroBatches]:

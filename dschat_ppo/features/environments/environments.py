@@ -88,6 +88,10 @@ def awaited(value: Any) -> Any:
     return value
 
 
+# keys of a part of a message that hold an image, or say where it is
+_KEYS_OF_IMAGES = frozenset({"image", "image_url", "url", "path", "base64", "bytes", "data"})
+
+
 def message_content(value: Any) -> str:
     """What a tool returned, as the content of a message. `TypeError` for an image."""
     if _holds_image(value):
@@ -101,10 +105,12 @@ def message_content(value: Any) -> str:
 
 
 def _holds_image(value: Any) -> bool:
-    """Whether a value is an image of Pillow or a part of a message with one, or a list of such."""
+    """Whether a value is an image of Pillow or a part of a message with one, or holds such."""
     if isinstance(value, Mapping):
-        kind = value.get("type")
-        return kind in ("image", "image_url") and kind in value
+        is_part = value.get("type") in ("image", "image_url", "input_image")
+        if is_part and not _KEYS_OF_IMAGES.isdisjoint(value):
+            return True
+        return _holds_image(value.get("content"))
     if isinstance(value, list | tuple):
         return any(map(_holds_image, value))
     return type(value).__module__.startswith("PIL.")

@@ -73,7 +73,8 @@ class ImageInputs:
 
     def keys(self, input_ids: Tensor) -> Tensor:
         """(B, T) int64: the ids, and below 0 what stands for the tokens of images."""
-        return torch.where(self.index < 0, input_ids, -1 - self.index)
+        index = self.index.to(input_ids.device)  # rows are laid out on the host
+        return torch.where(index < 0, input_ids, -1 - index)
 
     def arguments(self, slots: Tensor, model: PreTrainedModel) -> dict[str, Any]:
         """Arguments of the model for the tokens at `slots` (b, n) of the rows, flattened. Where its

@@ -10,14 +10,13 @@ import torch
 from transformers import AutoModelForImageTextToText, PretrainedConfig
 
 from dschat_ppo.config.step_config import StepConfig
-from dschat_ppo.features.images.flags import ImageFlags
+from dschat_ppo.features.images.flags import ImageFlags, trains_parts
 from dschat_ppo.features.images.tower import trains_with_images
 from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.planner.phase_memory import Phase
 from dschat_ppo.planner.role_memory import Role
 
 _ROLE = "images"
-_FLAGS_THAT_TRAIN = ("train_vision_tower", "train_projector")
 _TRAINED_ROLES = ("model", "actor", "critic")
 _counted: dict[str, int] = {}  # configuration as JSON -> `tower_numbers`
 
@@ -25,16 +24,25 @@ _counted: dict[str, int] = {}  # configuration as JSON -> `tower_numbers`
 def adjust(phase: Phase, config: StepConfig, roles: Sequence[Role]) -> None:
     """Add towers, whole on each rank in the number format of the run, and for each of them the most
     host memory that its features may take. Models with towers of one size share one, as those that
-    come from one model do. A tower that trains is counted with its model."""
-    trains = any(config.value(name) for name in _FLAGS_THAT_TRAIN)
+    come from one model do. A tower that trains is counted with its model; the pixels of such models
+    are kept once, and in step 3 also the features of a rollout."""
+    cache_bytes = config.of(ImageFlags).image_cache_gb * 10**9
     sizes_of_towers = set[int]()
+    caches_of_pixels = 0
     for role in roles:
-        is_beside = not (trains and role.name in _TRAINED_ROLES)
-        if is_beside and trains_with_images(config, role.sizes.config):
+        if not trains_with_images(config, role.sizes.config):
+            continue
+        if trains_parts(config) and role.name in _TRAINED_ROLES:
+            caches_of_pixels = 1
+            if role.name != "model":
+                caches_of_pixels = 2
+        else:
             sizes_of_towers.add(tower_numbers(role.sizes.config))
     for tower_size in sizes_of_towers:
         phase.add(_ROLE, "weights", DTYPES[config.run.dtype].itemsize * tower_size)
-        phase.add(_ROLE, "buffers", config.of(ImageFlags).image_cache_gb * 10**9, on_host=True)
+    caches = len(sizes_of_towers) + caches_of_pixels
+    if caches:
+        phase.add(_ROLE, "buffers", caches * cache_bytes, on_host=True)
 
 
 def tower_numbers(model_config: PretrainedConfig) -> int:

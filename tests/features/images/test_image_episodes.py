@@ -225,6 +225,9 @@ def test_a_text_beside_the_template_may_not(actor):
         ["a", noise(4, 4, 0)],
         [{"type": "image_url", "image_url": {"url": "a.png"}}],
         {"type": "image", "image": "a.png"},
+        {"type": "image", "base64": "aaaa"},
+        {"type": "input_image", "image_url": "a.png"},
+        {"content": [{"type": "image", "data": "aaaa", "mimeType": "image/png"}]},
     ],
 )
 def test_an_answer_with_an_image_is_refused(answer):

@@ -46,13 +46,19 @@ def test_towers_and_caches_of_a_run(tmp_path):
     asked = save_tiny_vlm(tmp_path / "qwen3_5", "qwen3_5")
     data = write_rows(tmp_path, [ROW])
     numbers = tower_numbers(load_config(str(vlm), "model"))
-    words = flags(vlm, data, "--image_cache_gb", "0.5")
+    words_of_sft = flags(vlm, data, "--image_cache_gb", "0.5")
+    words = list(words_of_sft)
     assert held(parse("sft", words)) == (4 * numbers, 500_000_000)
     words[words.index("fp32")] = "bf16"
     assert held(parse("sft", words)) == (2 * numbers, 500_000_000)
     # actor, reference and critic have one tower
     words = flags_of_prompts(vlm, data, "--critic_model_name_or_path", str(vlm))
     assert held(parse("ppo", words)) == (4 * numbers, 2_000_000_000)
+    # a tower that trains is counted with its model: pixels are kept, in step 3 beside the features
+    # of a rollout and those of the reference
+    assert held(parse("sft", [*words_of_sft, "--train_projector", "True"])) == (0, 500_000_000)
+    trained = parse("ppo", [*words, "--train_vision_tower", "True"])
+    assert held(trained) == (4 * numbers, 6_000_000_000)
     # a model that is used for text has none
     without = [word for word in flags(asked, data) if word not in ("--with_images", "True")]
     assert held(parse("sft", without)) == (0, 0)
