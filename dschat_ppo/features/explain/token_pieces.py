@@ -20,7 +20,8 @@ def pieces_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
     """The text of each token of `ids`. A special token is its name in angle brackets, as ⟨im_end⟩;
     a token that is a part of a character is its bytes, as \\xe2\\x80; an id that the tokenizer does
     not have is its number in such brackets."""
-    special = set(tokenizer.all_special_ids)
+    special = set(tokenizer.all_special_ids)  # of those with a role, such as EOS
+    special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     pieces = []
     for position, token in enumerate(ids):
         name = tokenizer.convert_ids_to_tokens(token)

@@ -59,10 +59,13 @@ class ImageFile:
 def decoded_image(content: bytes, most_pixels: int) -> Image:
     """The image in a file as RGB: turned as its EXIF entry says, its first frame, over white where
     it is transparent. `UserError`: it is broken, or larger than `most_pixels`, or too long."""
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     with reading("the image cannot be decoded"):
-        image: Any = Image.open(io.BytesIO(content))
+        try:
+            image: Any = Image.open(io.BytesIO(content))
+        except UnidentifiedImageError:
+            raise UserError("the image cannot be decoded: Pillow knows no such format") from None
         width, height = image.size
     if width * height > most_pixels:
         raise UserError(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from plain_ppo import PlainRun, started, stopped
+from tokenizers import AddedToken
 from transformers import LlamaForCausalLM
 
 from dschat_ppo.algorithms.aggregation import Denominators, aggregate
@@ -197,6 +198,11 @@ def test_pieces_are_the_text_the_names_of_special_tokens_and_bytes(assets):
     end = tokenizer.eos_token.strip("<|>")
     assert pieces_of(tokenizer, [tokenizer.eos_token_id]) == [f"⟨{end}⟩"]
     assert pieces_of(tokenizer, [10**6]) == ["⟨1000000⟩"]
+    # one without a role, as the placeholders of many models of images
+    tokenizer.add_tokens([AddedToken("<image>", special=True)])
+    placeholder = tokenizer.convert_tokens_to_ids("<image>")
+    assert placeholder not in tokenizer.all_special_ids
+    assert pieces_of(tokenizer, [placeholder]) == ["⟨image⟩"]
 
 
 def test_tokens_that_repeat_on_end_are_one_with_their_number():
