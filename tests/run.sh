@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Make .venv, install the package with the test extra, check style and types, and run the tests, two files at a time:
-# those of seconds first, then those of ranks and whole runs, and last a trial of the quickstart, as a user runs it. It
+# Make .venv, install the package with the test extra, check style and types, and run the tests, three files at a time
+# on two cores, because a test often waits for a process: those of seconds first, then those of ranks and whole runs, and last a trial of the quickstart, as a user runs it. It
 # ends at the first of these parts that fails. As root it installs bubblewrap, which the sandbox's tests need; where it
 # cannot, the last line says what is not tested.
 #   tests/run.sh [pytest arguments]     with arguments: one pytest with them
@@ -40,8 +40,8 @@ mypy & # beside the kernels: each takes one core
 types=$!
 PYTHONPATH=".venv/triton${PYTHONPATH:+:$PYTHONPATH}" pytest tests/models/test_gpu_kernels.py
 wait "$types"
-both=(-n 2 --dist loadfile --no-loadscope-reorder) # files in their order: long ones are not the last
-pytest "${both[@]}" -m "not slow and not ranks and not release"
+together=(-n 3 --dist loadfile --no-loadscope-reorder) # files in their order: long ones are not the last
+pytest "${together[@]}" -m "not slow and not ranks and not release"
 trial=tests/tools/test_quickstart_report.py # begins when the first of two has no other file left
 mapfile -t longer < <(grep -rlE "mark\.(ranks|slow)" tests --include "test_*.py" --exclude "${trial##*/}" | sort)
-pytest "${both[@]}" -m "(slow or ranks) and not release" "${longer[@]}" "$trial"
+pytest "${together[@]}" -m "(slow or ranks) and not release" "${longer[@]}" "$trial"

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -107,6 +106,8 @@ class ImageStore:
     @cached_property
     def _idle_image(self) -> ImagePixels:
         """One small image."""
+        from PIL import Image
+
         pixels = self._processor.pixels([Image.new("RGB", (_IDLE_SIDE, _IDLE_SIDE))])
         return ImagePixels(pixels, 0, self._tower.family.images_along).smallest()
 
