@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Make .venv, install the package with the test extra, check style and types, and run the tests, three files at a time
-# on two cores, because a test often waits for a process: those of seconds first, then those of ranks and whole runs, and last a trial of the quickstart, as a user runs it. It
-# ends at the first of these parts that fails. As root it installs bubblewrap, which the sandbox's tests need; where it
-# cannot, the last line says what is not tested.
+# Make .venv, install the package with the test extra, check style and types, and run the tests: those of seconds first,
+# then those of ranks and whole runs, and last a trial of the quickstart, as a user runs it. Three files run at a time,
+# since tests often wait for processes. It ends at the first of these parts that fails. As root it installs bubblewrap,
+# which the sandbox's tests need; where it cannot, the last line says what is not tested.
 #   tests/run.sh [pytest arguments]     with arguments: one pytest with them
 #   tests/run.sh -m release             the tests that only a release runs
 set -euo pipefail
@@ -42,6 +42,6 @@ PYTHONPATH=".venv/triton${PYTHONPATH:+:$PYTHONPATH}" pytest tests/models/test_gp
 wait "$types"
 together=(-n 3 --dist loadfile --no-loadscope-reorder) # files in their order: long ones are not the last
 pytest "${together[@]}" -m "not slow and not ranks and not release"
-trial=tests/tools/test_quickstart_report.py # begins when the first of two has no other file left
+trial=tests/tools/test_quickstart_report.py # begins when one of three has no other file left
 mapfile -t longer < <(grep -rlE "mark\.(ranks|slow)" tests --include "test_*.py" --exclude "${trial##*/}" | sort)
 pytest "${together[@]}" -m "(slow or ranks) and not release" "${longer[@]}" "$trial"
