@@ -125,7 +125,7 @@ class EpisodeRollouts:
         key: RolloutKey = FIRST_ROLLOUT,
         source: GivenSource | None = None,
     ) -> tuple[PromptBatch, EpisodeTurns]:
-        """Begin the episodes of a rollout. Collective.
+        """Begin the episodes of a rollout; `UserError` if none of any rank begins. Collective.
 
         Args:
             rows: token rows of prompts with their data rows as JSON; those at `indices` are played.
@@ -135,9 +135,8 @@ class EpisodeRollouts:
             source: of what the model gets in place of the embeddings of some ids; None: of none.
 
         Returns:
-            The prompts, one for each row, or for each episode if some of a row begin in different
-            ways; and the turns of the episodes. An episode that does not begin has its plain prompt
-            and no turns; if none of any rank begins, that is a `UserError`.
+            The prompts, one for each row, or for each episode if some of a row begin differently;
+            and the turns of the episodes. One that does not begin has its prompt and no turns.
         """
         row_prompts = [EpisodePrompt.of(rows[index]) for index in indices]
         if self.journalled is not None:
