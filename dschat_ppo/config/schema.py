@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, field, fields
 from functools import cache, partial
 from pathlib import Path
@@ -157,3 +157,20 @@ def read_settings(flag: str, path: str) -> str:
         raise UserError(f"{flag} {path}: cannot be read ({problem.strerror}){nearest}") from None
     except UnicodeDecodeError as problem:
         raise UserError(f"{flag} {path}: is not UTF-8 text ({problem})") from None
+
+
+def changed_words(flags: Any, omitted: Sequence[str] = ()) -> list[str]:
+    """The flags of a group that differ from their defaults, without the `omitted` ones, as words of
+    a command line."""
+    words: list[str] = []
+    for flag_field in fields(flags):
+        value = getattr(flags, flag_field.name)
+        if flag_field.name in omitted:
+            continue
+        if isinstance(value, list):
+            if value:
+                words += [f"--{flag_field.name}", *value]
+        elif value != flag_field.default:
+            # one word: its value may begin with a dash
+            words.append(f"--{flag_field.name}={value}")
+    return words

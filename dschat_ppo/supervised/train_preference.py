@@ -4,15 +4,16 @@ what a feature reads from the data."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
-from dschat_ppo.config.data_flags import DataFlags, parse_data_split
+from dschat_ppo.config.data_flags import parse_data_split
 from dschat_ppo.config.objective_kinds import PAIRS_WITH_REFERENCE, REFERENCE_FREE
 from dschat_ppo.config.ppo_flags import PPOFlags
+from dschat_ppo.config.schema import changed_words
 from dschat_ppo.config.supervised_config import PreferenceConfig
 from dschat_ppo.data.supervised_batches import LabelledBatch, PairBatch
 from dschat_ppo.engine.ds_config import Config
@@ -109,7 +110,7 @@ def ppo_words(config: PreferenceConfig, model: str, reward: str) -> list[str]:
         model,
         "--critic_model_name_or_path",
         reward,
-        *data_words(data),
+        *changed_words(data),
         *words_of_features(config, "ppo"),
     ]
     if config.step_data.lazy is not None:
@@ -131,17 +132,3 @@ def ppo_words(config: PreferenceConfig, model: str, reward: str) -> list[str]:
         if value != defaults[name]:
             words += [f"--{name}", str(value)]
     return [*words, "--dtype", config.run.dtype]
-
-
-def data_words(flags: DataFlags) -> list[str]:
-    """The flags of the data that differ from their defaults, as words of a command line; all steps
-    have them."""
-    words: list[str] = []
-    for field in fields(flags):
-        value = getattr(flags, field.name)
-        if isinstance(value, list):
-            if value:
-                words += [f"--{field.name}", *value]
-        elif value != field.default:
-            words.append(f"--{field.name}={value}")  # one word: its value may begin with a dash
-    return words

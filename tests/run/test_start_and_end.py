@@ -18,6 +18,7 @@ from torch import nn
 from dschat_ppo.common.paths import VALIDATION
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.config.schema import changed_words
 from dschat_ppo.html_report.run_folder import read_run
 from dschat_ppo.monitor.writers import is_finished
 from dschat_ppo.run import start_and_end
@@ -29,7 +30,7 @@ from dschat_ppo.run.start_and_end import (
     tool_command,
     write_validation,
 )
-from dschat_ppo.supervised.train_preference import data_words, ppo_words, step_command
+from dschat_ppo.supervised.train_preference import ppo_words, step_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -145,9 +146,9 @@ def test_the_next_command_has_every_flag_of_the_data_that_differs_from_its_defau
     }
     flags = DataFlags(**given)
     models = ["--actor_model_name_or_path", "sft", "--critic_model_name_or_path", "reward"]
-    read = parse("ppo", [*models, *data_words(flags), "--output_dir", "ppo"])
+    read = parse("ppo", [*models, *changed_words(flags), "--output_dir", "ppo"])
     assert read.data == flags
-    assert data_words(DataFlags(data_path=["a.jsonl"])) == ["--data_path", "a.jsonl"]
+    assert changed_words(DataFlags(data_path=["a.jsonl"])) == ["--data_path", "a.jsonl"]
 
 
 @pytest.mark.parametrize(
