@@ -134,14 +134,14 @@ class Cells:
         return self.texts(role)
 
     def prompt(self) -> Prompt:
-        """The prompt as text or messages, after its earlier turns if there are any."""
+        """The prompt as text or messages, after its earlier messages if there are any."""
         value = self.value("prompt")
         if isinstance(value, str):
             return self._after_history(value)
         return [*self.history(), *self._prompt_messages(value)]
 
     def _after_history(self, text: str) -> Prompt:
-        """A prompt that is text, as a message if turns of a history precede it."""
+        """A prompt that is text, as a message if a history precedes it."""
         if not self.has("history"):
             return text
         return [*self.history(), {"role": "user", "content": text}]
@@ -154,13 +154,13 @@ class Cells:
         raise UserError(f"{self.called('prompt')} is {kind_of(value)}; expected {expected}")
 
     def history(self) -> Messages:
-        """The earlier turns: pairs of question and answer, or messages; [] without any."""
+        """The earlier messages, which may be pairs of question and answer; [] without any."""
         if self.has("history") and self.value("history"):
-            return self._earlier_turns()
+            return self._earlier_messages()
         return []
 
-    def _earlier_turns(self) -> Messages:
-        """The earlier turns of a row that has some."""
+    def _earlier_messages(self) -> Messages:
+        """The earlier messages of a row that has some."""
         expected = "pairs of question and answer"
         pairs = self.listed("history", expected)
         if not pairs:

@@ -184,7 +184,7 @@ def _form_of(sample: DataSample, candidate: Candidate) -> Form:
         if _holds_no_transcript(sample, reader):
             raise UnreadError(
                 f"{name}: has the columns {quoted_columns}, of which '{reader.columns['messages']}'"
-                " is no text with turns that start with '\\n\\nHuman:' and '\\n\\nAssistant:'",
+                " is no text with messages that start with '\\n\\nHuman:' and '\\n\\nAssistant:'",
                 advice.for_any,
                 choices=advice.all_choices,
             )

@@ -181,7 +181,7 @@ def _with_prompt(prompt: Prompt | None, before: Messages, column: str) -> Messag
 
 
 def _same(first: Prompt | None, second: Prompt | None) -> bool:
-    """Whether prompts are equal, whatever turns of messages are excluded from training."""
+    """Whether prompts are equal, whatever messages are excluded from training."""
     if isinstance(first, list):
         first = without_context(first)
     if isinstance(second, list):
@@ -211,8 +211,8 @@ def is_transcript(value: Any) -> bool:
 
 
 def read_transcript(cells: Cells, use: Use) -> PromptAndAnswers:
-    """Text with turns that start with two line breaks and `Human:` or `Assistant:`; the last turn
-    is the answer. As messages, two transcripts may part before it."""
+    """Text with messages that start with two line breaks and `Human:` or `Assistant:`; the last
+    one is the answer. As messages, two transcripts may part before it."""
     if use == "preference":
         roles = ["chosen", "rejected"]
     elif cells.has("messages"):
@@ -240,27 +240,27 @@ def read_transcript(cells: Cells, use: Use) -> PromptAndAnswers:
         return prompts[0] + _ASSISTANT, pair_of(answers)
     conversations = [_messages_of_transcript(prompt) for prompt in prompts]
     if has_parted:
-        for turns, answer in zip(conversations, answers, strict=True):
-            turns.append({"role": "assistant", "content": answer})
+        for messages, answer in zip(conversations, answers, strict=True):
+            messages.append({"role": "assistant", "content": answer})
         return _parted(*conversations)
     return conversations[0], pair_of(answers)
 
 
 def _messages_of_transcript(transcript: str) -> Messages:
-    """The messages of a transcript; the text before its first turn is the system's."""
-    # then the name and the text of each turn
+    """The messages of a transcript; the text before the first `Human:` is the system's."""
+    # then the name and the text of each message
     first, *names_and_texts = re.split(r"\n\n(Human|Assistant):", transcript)
-    turns = Messages()
+    messages = Messages()
     if first.strip():
-        turns.append({"role": "system", "content": first.strip()})
+        messages.append({"role": "system", "content": first.strip()})
     for name, text in zip(names_and_texts[::2], names_and_texts[1::2], strict=True):
         role = "user" if name == "Human" else "assistant"
-        turns.append({"role": role, "content": text.strip()})
-    return turns
+        messages.append({"role": role, "content": text.strip()})
+    return messages
 
 
 def read_alpaca(cells: Cells, use: Use) -> PromptAndAnswers:
-    """An instruction with an optional input and earlier turns, and its answer, or a better and a
+    """An instruction with an optional input and earlier messages, and its answer, or a better and a
     worse one."""
     lead = 1
     if cells.has("first"):
@@ -285,7 +285,7 @@ def read_alpaca(cells: Cells, use: Use) -> PromptAndAnswers:
         prompt = [*history, {"role": "user", "content": content}]
     elif history:
         raise UserError(
-            "'history' holds earlier turns, which need the chat template; --apply_chat_template"
+            "'history' holds earlier messages, which need the chat template; --apply_chat_template"
             " True"
         )
     elif template is None:

@@ -263,8 +263,8 @@ class Form:
         if path is None or {"response", "chosen"} & set(self.columns) or not rows:
             return
         for row in rows:
-            turns = json_value(field_at(row, path)) if has_value(row, path) else None
-            last = turns[-1] if isinstance(turns, list) and turns else None
+            messages = json_value(field_at(row, path)) if has_value(row, path) else None
+            last = messages[-1] if isinstance(messages, list) and messages else None
             if not isinstance(last, dict):
                 return
             name = str(last.get("role", last.get("from"))).strip().lower()

@@ -28,7 +28,7 @@ _SCORE = ("score", "overall_score", "rating", "reward")
 
 def read_better(cells: Cells, use: Use) -> PromptAndAnswers:
     """Two answers to a prompt, or two conversations or transcripts that begin with it, and which
-    one is better. In lists of texts (Chatbot Arena's 55k) the prompt has the turns of the user,
+    one is better. In lists of texts (Chatbot Arena's 55k) the prompt has the texts of the user,
     each answer those of the assistant."""
     pair, lead = judged(cells, use)
     asked = None
@@ -37,14 +37,14 @@ def read_better(cells: Cells, use: Use) -> PromptAndAnswers:
     if isinstance(asked, list) and asked and all(isinstance(text, str) for text in asked):
         row = dict(cells.row)
         for role in ("chosen", "rejected"):
-            said = pair.listed(role, f"a list of turns, as {cells.called('prompt')}")
+            said = pair.listed(role, f"a list of texts, as {cells.called('prompt')}")
             if len(said) != len(asked):
                 raise UserError(
-                    f"{pair.called(role)} has {len(said)} turns, but {cells.called('prompt')}"
+                    f"{pair.called(role)} has {len(said)} texts, but {cells.called('prompt')}"
                     f" {len(asked)}"
                 )
-            turns = [text for turn in zip(asked, said, strict=True) for text in turn]
-            row[pair.columns[role]] = pair.messages(role, turns)
+            texts = [text for turn in zip(asked, said, strict=True) for text in turn]
+            row[pair.columns[role]] = pair.messages(role, texts)
         columns = {role: column for role, column in pair.columns.items() if role != "prompt"}
         pair = replace(pair, row=row, columns=columns)
     is_tie = use != "prompt" and not lead

@@ -46,9 +46,9 @@ _EXPECTED = (
     "system, user, assistant or tool (also human, gpt, ...); --role_names 'theirs=ours' names"
     " others"
 )
-# Keys of turns, and columns, that leave something out of the training (0) or train it (1)
+# Keys of messages, and columns, that leave something out of the training (0) or train it (1)
 WEIGHTS = ("weight", "weights", "loss_mask", "mask", "train", "trainable", "training", "loss")
-# keys of turns, and columns, of what precedes an answer
+# keys of messages, and columns, of what precedes an answer
 THOUGHTS = "reasoning_content", "thinking", "reasoning"
 _NUMBERS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 # keys of an object that is a turn of the user and one of the assistant
@@ -89,13 +89,13 @@ def _messages_in(parsed: Any) -> Any:
     if isinstance(parsed, dict) and isinstance(parsed.get("messages"), list):
         parsed = parsed["messages"]
     is_list = isinstance(parsed, list)
-    turns = parsed if is_list else [parsed]
-    if not all(isinstance(turn, dict) and {"role", "from"} & set(turn) for turn in turns):
+    messages = parsed if is_list else [parsed]
+    if not all(isinstance(entry, dict) and {"role", "from"} & set(entry) for entry in messages):
         return None
-    has_texts = all({"content", "value", "tool_calls"} & set(turn) for turn in turns)
-    roles = [str(turn.get("role", turn.get("from"))).strip().lower() for turn in turns]
+    has_texts = all({"content", "value", "tool_calls"} & set(entry) for entry in messages)
+    roles = [str(entry.get("role", entry.get("from"))).strip().lower() for entry in messages]
     has_roles = all(role in ROLES for role in roles)
-    # of three signs one may fail: turns without content, or with other roles, are refused later
+    # of three signs one may fail: messages without content, or with other roles, are refused later
     if [is_list, has_texts, has_roles].count(True) < 2:
         return None
     return parsed
@@ -131,10 +131,10 @@ def turns_in(value: Any) -> list[Any]:
     for pair in value:
         if isinstance(pair, dict):
             keys = {key for key, inner in pair.items() if inner is not None}
-            turns = [names for names in TURNS if names[0] in keys and keys <= set(names)]
-            if not turns:
+            fitting = [names for names in TURNS if names[0] in keys and keys <= set(names)]
+            if not fitting:
                 return []
-            texts += [pair.get(name) for name in turns[0]]
+            texts += [pair.get(name) for name in fitting[0]]
         elif isinstance(pair, list) and len(pair) == 2:
             texts += pair
         else:

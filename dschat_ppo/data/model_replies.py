@@ -1,5 +1,5 @@
-"""What a model wrote in a turn, as all read it: environments, chats, rewards and the tools of
-evaluation. Thoughts are cut first, so a call of a tool inside of them is none.
+"""What a model wrote in a turn, as all read it: rewards, chats, evaluation, and the programs to
+which it replies. Thoughts are cut first, so a call of a tool inside of them is none.
 
 Calls are found by the response template of the tokenizer, or else in the common formats.
 """

@@ -375,7 +375,7 @@ def _has_content(column: str, rows: list[Row]) -> bool:
 
 
 def _is_hh_transcript(value: Any) -> bool:
-    """Whether a text has turns that begin with the names of a user and of an assistant."""
+    """Whether a text holds messages that begin with the names of a user and of an assistant."""
     return isinstance(value, str) and all(map(value.lower().__contains__, ("user:", "assistant:")))
 
 

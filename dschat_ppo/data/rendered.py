@@ -100,10 +100,10 @@ def render_example(
     check_prompt(tokenizer, text, prompt, tools, variables)
     spans = list[Span]()
     if all_turns:
-        turns = [index for index, message in enumerate(prompt) if message["role"] == "assistant"]
-        spans_of_turns = turn_spans(tokenizer, prompt, text, tools, variables)
-        for turn, span in zip(turns, spans_of_turns, strict=True):
-            if turn not in example.context:
+        earlier = [index for index, message in enumerate(prompt) if message["role"] == "assistant"]
+        earlier_spans = turn_spans(tokenizer, prompt, text, tools, variables)
+        for index, span in zip(earlier, earlier_spans, strict=True):
+            if index not in example.context:
                 spans.append(span)
     answers = list[RenderedAnswer]()
     for answer in example.answers:
@@ -150,21 +150,22 @@ def _rendered_turns(
         spans = turn_spans(tokenizer, messages, text, tools, variables)
     except UserError:
         raise UserError(
-            "the turns of the assistant after which chosen and rejected part cannot be found for"
+            "the answers of the assistant after which chosen and rejected part cannot be found for"
             " certain in what the chat template renders; mark them with {% generation %} in a"
             " --chat_template"
         ) from None
-    turns = [message for message in earlier if message["role"] == "assistant"]
+    earlier_answers = [message for message in earlier if message["role"] == "assistant"]
+    earlier_spans = spans[-len(earlier_answers) :]
     pieces = list[Piece]()
-    end_of_last_turn = None
-    for turn, (start, end) in zip(turns, spans[-len(turns) :], strict=True):
-        if end_of_last_turn is not None:  # what others say between two turns
-            pieces.append(Piece(text[end_of_last_turn:start], is_trained=False))
+    last_end = None
+    for earlier_answer, (start, end) in zip(earlier_answers, earlier_spans, strict=True):
+        if last_end is not None:  # what others say between two answers
+            pieces.append(Piece(text[last_end:start], is_trained=False))
         elif text.startswith(opening):  # with what the template opens an answer with
             start = len(opening)
-        pieces.append(Piece(text[start:end], is_trained=CONTEXT not in turn))
-        end_of_last_turn = end
-    pieces.append(Piece(text[end_of_last_turn:], is_trained=False))
+        pieces.append(Piece(text[start:end], is_trained=CONTEXT not in earlier_answer))
+        last_end = end
+    pieces.append(Piece(text[last_end:], is_trained=False))
     final_turn, final_id = render_answer(tokenizer, messages, text, last, tools, variables)
     pieces.append(Piece(final_turn))
     check_calls(tokenizer, messages, last, tools, variables)
@@ -298,13 +299,13 @@ def _remarks_on(
     """
     remarks = list[str]()
     trained_texts = list[str]()
-    turns = [rendered.pieces[0].text for rendered in rendered_answers]
-    for answer, turn in zip(example.answers, turns, strict=True):
+    first_texts = [rendered.pieces[0].text for rendered in rendered_answers]
+    for answer, first_text in zip(example.answers, first_texts, strict=True):
         if isinstance(answer, str):
             trained_texts.append(answer)
         if isinstance(answer, dict):
             trained_texts.append(str(answer.get("content") or ""))
-            letters = "".join(turn.split())
+            letters = "".join(first_text.split())
             lost_keys = [
                 key for key in _thought_keys(answer) if _thought(answer, key) not in letters
             ]
@@ -318,7 +319,7 @@ def _remarks_on(
             for key in _thought_keys(message):
                 if _thought(message, key) and not _writes_thoughts(tokenizer, template, key):
                     remarks.append(_LOST_THOUGHTS.format(key))
-    if opens_thought(text) and any(not read_reply(turn, True).outside for turn in turns):
+    if opens_thought(text) and any(not read_reply(each, True).outside for each in first_texts):
         remarks.append(_OPEN_THOUGHT)
     calls = [call for content in trained_texts for call in _CALL.findall(content)]
     if any(map(_is_python, calls)):

@@ -32,7 +32,7 @@ MARKS = {
     "<seed:think>": "</seed:think>",  # Seed-OSS
     "<|START_THINKING|>": "<|END_THINKING|>",  # Cohere
     "<|channel>thought": "<channel|>",  # Gemma 4
-    "<|channel|>analysis<|message|>": "<|end|>",  # gpt-oss; other models end whole turns so
+    "<|channel|>analysis<|message|>": "<|end|>",  # gpt-oss; other models end each message so
 }
 _BEGINS = "|".join(map(re.escape, MARKS))
 _ENDS = "|".join(re.escape(end) for end in MARKS.values() if end != "<|end|>")

@@ -107,7 +107,7 @@ def named_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
     if has_end:
         end_in_jinja = repr(end)
         end_in_log = end
-    logger().info(f"chat template: {name}; turns end with {end_in_log}")
+    logger().info(f"chat template: {name}; messages end with {end_in_log}")
     if end and not has_end:
         logger().warning(
             f"{FLAG} {name}: the tokenizer has no token {end}; other tokens of the template become"

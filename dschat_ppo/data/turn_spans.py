@@ -36,20 +36,20 @@ def turn_spans(
     assistant, each with its end-of-turn token: by the `{% generation %}` marks of the template if
     it has them, or else by what changes where another text takes the place of all answers.
     `UserError` if one cannot be found for certain."""
-    turns = [index for index, message in enumerate(prompt) if message["role"] == "assistant"]
-    if not turns:
+    indices = [index for index, message in enumerate(prompt) if message["role"] == "assistant"]
+    if not indices:
         return []
     end = turn_end(tokenizer)
     for spans_without_ends in (_marked_spans, _probed_spans):
         with suppress(UserError):
             spans = list[Span]()
             for start, stop in spans_without_ends(
-                tokenizer, prompt, turns, opening, tools, variables
+                tokenizer, prompt, indices, opening, tools, variables
             ):
                 spans.append((start, _to_end(tokenizer, opening, start, stop, end)))
-            if len(spans) == len(turns) and all(
-                _holds(opening[start:stop], prompt[turn], end)
-                for (start, stop), turn in zip(spans, turns, strict=True)
+            if len(spans) == len(indices) and all(
+                _holds(opening[start:stop], prompt[index], end)
+                for (start, stop), index in zip(spans, indices, strict=True)
             ):
                 return spans
     raise UserError(
@@ -62,7 +62,7 @@ def turn_spans(
 def _marked_spans(
     tokenizer: PreTrainedTokenizerBase,
     prompt: Messages,
-    turns: list[int],
+    indices: list[int],
     opening: str,
     tools: Tools | None,
     variables: Variables | None,
@@ -90,29 +90,29 @@ def _marked_spans(
 def _probed_spans(
     tokenizer: PreTrainedTokenizerBase,
     prompt: Messages,
-    turns: list[int],
+    indices: list[int],
     opening: str,
     tools: Tools | None,
     variables: Variables | None,
 ) -> list[Span]:
-    """The ranges that differ when another text takes the place of the answers, whose tool calls
-    belong to them; [] if the rest is not the same."""
+    """The ranges that differ when another text takes the place of the answers, which have these
+    indices in the prompt; their tool calls belong to them. [] if the rest is not the same."""
     probed = list(prompt)
-    for turn in turns:
-        probed[turn] = {"role": prompt[turn]["role"], "content": _PROBE}
+    for index in indices:
+        probed[index] = {"role": prompt[index]["role"], "content": _PROBE}
     before, *texts_after = render(tokenizer, probed, True, tools, variables).split(_PROBE)
     lead = turn_end(tokenizer).lead  # of an answer that is text; one that calls tools may have none
-    if turns[0] > 0:
+    if indices[0] > 0:
         before = before.removesuffix(lead)
     # the leads of the next answers; nothing follows the last text
     texts_after[:-1] = [after.removesuffix(lead) for after in texts_after[:-1]]
-    if len(texts_after) != len(turns) or not opening.startswith(before):
+    if len(texts_after) != len(indices) or not opening.startswith(before):
         return []
     spans = list[Span]()
     begin = len(before)
-    for turn, after in zip(turns, texts_after, strict=True):
-        content = prompt[turn].get("content") or ""
-        if turn < turns[-1]:
+    for index, after in zip(indices, texts_after, strict=True):
+        content = prompt[index].get("content") or ""
+        if index < indices[-1]:
             stop = opening.find(after, begin)
         else:
             stop = len(opening) - len(after)

@@ -78,11 +78,11 @@ def test_the_text_of_a_named_template(name, expected, said):
     assert rendered(with_flags("bytes", chat_template=name)) == expected
     assert rendered(with_flags("pieces", chat_template=name)) == "<s>" + expected
     own = {"chatml": "<|im_end|>", "llama-3": "<|eot_id|>"}.get(name, "</s>")
-    # turns end with EOS there
+    # messages end with EOS there
     for kind, end in (("bytes", own), ("bytes without markers", "</s>")):
         said.clear()
         tokenizer = with_flags(kind, chat_template=name)
-        assert said[0].endswith(f"turns end with {end}")
+        assert said[0].endswith(f"messages end with {end}")
         assert any(f"no token {own}" in line for line in said) == (own != end)
         assert (turn_end(tokenizer).kept, tokenizer.decode([turn_end(tokenizer).token_id])) == (
             end,
