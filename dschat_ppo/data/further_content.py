@@ -3,7 +3,7 @@ a mark in its place (`content_marks.py`); token rows get the tokens that stand f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from datasets import Dataset
@@ -30,13 +30,17 @@ class FurtherContent(Protocol):
         """What stands for bytes of a table in its rows."""
         ...
 
-    def of_source(self, location: str) -> FurtherContent:
-        """That of a data set, by the file or folder that it is in."""
+    def of_source(self, location: str, columns: Sequence[str]) -> FurtherContent:
+        """That of a data set, by the file or folder that it is in, and its columns. A flag that
+        names none of these does not apply to it."""
         ...
 
-    def columns_left(self, columns: Sequence[str], is_only: bool) -> list[str]:
-        """The columns of a data set that its form sees. `UserError`: it `is_only`, the only one,
-        and has no column that a flag names."""
+    def columns_left(self, columns: Sequence[str]) -> list[str]:
+        """The columns of a data set that its form sees."""
+        ...
+
+    def check_flags_used(self, columns_of_sets: Mapping[str, Sequence[str]]) -> None:
+        """Refuse flags that name a column of no data set, from the columns of each by its name."""
         ...
 
     def taken_out(self, row: Row) -> tuple[Row, list[Any]]:

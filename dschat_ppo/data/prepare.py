@@ -69,10 +69,11 @@ class TokenRows:
 
 @dataclass(frozen=True)
 class PreparedSource:
-    """What one data set gives a step: tables of token rows for training, or what `StepData.lazy`
-    makes them from, and tables for evaluation."""
+    """What one data set with these `columns` gives a step: tables of token rows for training, or
+    what `StepData.lazy` makes them from, and tables for evaluation."""
 
     form: Form
+    columns: Sequence[str]
     train: Sequence[TokenTable] = ()
     evaluation: Sequence[TokenTable] = ()
     lazy: Any = None
@@ -105,6 +106,12 @@ def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
 
     # outside of the block: ranks make their first lazy rows at the same time
     check_flags_used([source.form for source in prepared], flags)
+    if step.content is not None:
+        columns_of_sets = {
+            source.spec: prepared_source.columns
+            for source, prepared_source in zip(sources, prepared, strict=True)
+        }
+        step.content.check_flags_used(columns_of_sets)
     train = list[TokenTable]()
     evaluation = list[TokenTable]()
     lazy_sources = list[Any]()
@@ -168,7 +175,7 @@ def _prepare_table(
         train_rows, held_out = hold_out(train_rows, step.eval_fraction)
     train, evaluation = tokenised(source, raw_rows, settings, train_rows, held_out)
     evaluation += tables_of_eval_splits(source, eval_splits, raw_eval_rows, settings, step)
-    return PreparedSource(settings.form, train, evaluation)
+    return PreparedSource(settings.form, columns, train, evaluation)
 
 
 def rows_of_eval_splits(opened: OpenSet, eval_splits: list[str], step: StepData) -> RawRows | None:
@@ -203,8 +210,10 @@ def settings_by_first_rows(
         step = replace(step, prompt_columns=columns_of_eval, keeps_answers=False)
     form_columns = columns
     if step.content is not None:
-        step = replace(step, content=step.content.of_source(source.location))
-        form_columns = step.content.columns_left(columns, is_only)
+        if is_only:
+            step.content.check_flags_used({source.spec: columns})
+        step = replace(step, content=step.content.of_source(source.location, columns))
+        form_columns = step.content.columns_left(columns)
         first_rows = rows_for_form(first_rows, step)
     has_template = tokenizer.chat_template is not None
     use = step.form_use

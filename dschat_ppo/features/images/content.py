@@ -3,7 +3,7 @@ and expanded to the tokens that the model has for each."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset, List, Value
 
+from dschat_ppo.common.logging import logger
 from dschat_ppo.data.content_marks import MARK, has_marks, index_of, mark_of
 from dschat_ppo.data.encode import EncodedExample
 from dschat_ppo.data.examples import Example, Messages, Row
@@ -48,23 +49,41 @@ class RowImages:
         """Where the bytes of an image are stored; of other bytes their number."""
         return self.places.kept(content)
 
-    def of_source(self, location: str) -> RowImages:
-        """With the folder of the data in `location`, unless the flag names one."""
+    def of_source(self, location: str, columns: Sequence[str]) -> RowImages:
+        """With the folder of the data in `location`, unless the flag names one. A data set without
+        the column of `--image_column` is read as without the flag, and the log says so."""
         folder = self.folder_by_flag
         if folder is None:
             path = Path(location)
             folder = str(path if path.is_dir() else path.parent)
-        return replace(self, places=replace(self.places, folder=folder))
-
-    def columns_left(self, columns: Sequence[str], is_only: bool) -> list[str]:
-        """Those that hold no images. `UserError`: that of `--image_column` is not there."""
-        named = self.places.column
-        if is_only and named is not None and named not in columns:
-            raise UserError(
-                f"--image_column {named}: the data have no such column; they have"
-                f" {quoted_names(list(columns))}"
+        places = replace(self.places, folder=folder)
+        if places.column is not None and places.column not in columns:
+            places = replace(places, column=None)
+            images = [column for column in columns if places.is_column(column)]
+            consequence = "its rows are text, unless their messages hold images"
+            if images:
+                consequence = f"its images are read from {quoted_names(images)}"
+            logger().info(
+                f"data: {location}: has no column {self.places.column!r} (--image_column);"
+                f" {consequence}"
             )
+        return replace(self, places=places)
+
+    def columns_left(self, columns: Sequence[str]) -> list[str]:
+        """Those that hold no images."""
         return [column for column in columns if not self.places.is_column(column)]
+
+    def check_flags_used(self, columns_of_sets: Mapping[str, Sequence[str]]) -> None:
+        """Refuse an `--image_column` that no data set has."""
+        column = self.places.column
+        if column is None or any(column in columns for columns in columns_of_sets.values()):
+            return
+        columns_by_name = [
+            f"{name} has {quoted_names(list(columns))}" for name, columns in columns_of_sets.items()
+        ]
+        raise UserError(
+            f"--image_column {column}: no data set has such a column; {'; '.join(columns_by_name)}"
+        )
 
     def taken_out(self, row: Row) -> tuple[Row, list[Any]]:
         """See `ImagePlaces`."""

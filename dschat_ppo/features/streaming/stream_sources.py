@@ -64,7 +64,7 @@ def prepare_source(
             " names rows for evaluation"
         )
     evaluation = tables_of_eval_splits(source, eval_splits, raw_eval_rows, settings, step)
-    return PreparedSource(settings.form, evaluation=evaluation, lazy=stream)
+    return PreparedSource(settings.form, columns, evaluation=evaluation, lazy=stream)
 
 
 def first_rows(opened: OpenSet, groups: Sequence[Group]) -> tuple[list[Shard], list[Row]]:

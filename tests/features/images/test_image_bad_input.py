@@ -28,13 +28,13 @@ CASES = {
         "vlm",
         "rows",
         [*FUNCTION, "--image_column", "picture"],
-        ["--image_column picture", "no such column", "'image', 'prompt', 'answer'"],
+        ["--image_column picture: no data set has", "rows.jsonl has 'image', 'prompt', 'answer'"],
     ),
     "a column that texts do not have": (
         "vlm",
         "texts",
         [*FUNCTION, "--image_column", "image"],
-        ["--image_column image", "no such column", "'prompt', 'answer'"],
+        ["--image_column image: no data set has", "texts.jsonl has 'prompt', 'answer'"],
     ),
     "a model without processor": (
         "bare",

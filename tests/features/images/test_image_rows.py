@@ -3,6 +3,7 @@ length limit."""
 
 import base64
 import io
+import json
 
 import datasets
 import pyarrow as pa
@@ -25,6 +26,7 @@ from dschat_ppo.models.tokenizers import load_tokenizer
 
 QUESTION = "what is the colour of this picture ?"
 PATH = "a.png"
+PICTURE = ("--image_column", "picture")
 
 
 @pytest.fixture(scope="module")
@@ -102,12 +104,60 @@ def test_the_same_picture_in_every_place_gives_the_same_tokens(vlms, pictures):
 )
 def test_a_column_of_images_beside_every_form(vlms, pictures, row):
     data = write_rows(pictures, [row])
-    further = ["--image_column", "picture"] if "picture" in row else []
+    further = PICTURE if "picture" in row else []
     [token_row], _, tokenizer = prepared(vlms["qwen3_vl"], data, *further)
     text = tokenizer.decode(token_row["prompt_ids"])
     assert text.count("<|image_pad|>") == 16  # 32 x 32 in patches of 4, joined 2 x 2
     [[start, end]] = token_row[SPANS]
     assert end - start == 16
+
+
+SETS = {
+    "named": {"picture": PATH, "prompt": QUESTION, "response": "red"},
+    "usual": {"image": PATH, "prompt": QUESTION, "response": "red"},
+    "texts": {"prompt": QUESTION, "response": "red"},
+    "parts": talk({"type": "image", "image": PATH}, TEXT),
+}
+
+
+def write_sets(folder, *names):
+    """Words of data sets of one row each."""
+    for name in names:
+        (folder / f"{name}.jsonl").write_text(json.dumps(SETS[name]) + "\n")
+    return ["--data_path", *(str(folder / f"{name}.jsonl") for name in names)]
+
+
+def test_a_data_set_without_the_named_column_is_read_as_without_the_flag(vlms, pictures, said):
+    words = write_sets(pictures, *SETS)
+    rows, *_ = prepared(vlms["idefics3"], pictures / "named.jsonl", *words, *PICTURE)
+    images = {name: len(rows[index][IMAGES]) for index, name in enumerate(SETS)}
+    assert images == {"named": 1, "usual": 1, "texts": 0, "parts": 1}
+    assert rows[0]["prompt_ids"] == rows[1]["prompt_ids"] == rows[3]["prompt_ids"]
+    lacking = [line.partition("/")[2] for line in said if "(--image_column)" in line]
+    assert [line.rpartition("/")[2] for line in lacking] == [
+        "usual.jsonl: has no column 'picture' (--image_column); its images are read from 'image'",
+        *(
+            f"{name}.jsonl: has no column 'picture' (--image_column); its rows are text, unless"
+            " their messages hold images"
+            for name in ("texts", "parts")
+        ),
+    ]
+
+
+def test_a_named_column_may_be_that_of_a_data_set_for_evaluation(vlms, pictures):
+    words = write_sets(pictures, "texts", "named")
+    held_out = ["--eval_data_path", words.pop()]
+    texts = pictures / "texts.jsonl"
+    [row], *_ = prepared(vlms["idefics3"], texts, *words, *held_out, *PICTURE)
+    assert row[IMAGES] == []
+
+
+def test_a_column_of_no_data_set_is_refused_with_what_they_have(vlms, pictures):
+    words = write_sets(pictures, "usual", "texts")
+    with pytest.raises(UserError, match="--image_column picture: no data set has") as refusal:
+        prepared(vlms["idefics3"], pictures / "usual.jsonl", *words, *PICTURE)
+    assert "usual.jsonl has 'image', 'prompt', 'response'; " in str(refusal.value)
+    assert str(refusal.value).endswith("texts.jsonl has 'prompt', 'response'")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

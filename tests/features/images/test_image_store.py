@@ -92,7 +92,7 @@ def test_a_model_without_a_processor_is_refused(folder, tmp_path):
 
 
 def test_a_column_that_the_data_do_not_have_is_refused(folder):
-    with pytest.raises(UserError, match="--image_column picture: the data have no such column"):
+    with pytest.raises(UserError, match="--image_column picture: no data set has such a column"):
         prepared(folder / "idefics3", folder / "rows.jsonl", "--image_column", "picture")
 
 
