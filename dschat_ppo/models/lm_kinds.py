@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.features import hooks
 
+_TAKEN_OUT = "_parameters_taken_out"  # an attribute of models
+
 
 @dataclass(frozen=True)
 class LMKind:
@@ -46,6 +48,21 @@ def parts_beside_decoder(model: PreTrainedModel) -> dict[str, nn.Module]:
     if decoder is inner:
         return {}
     return {name: child for name, child in inner.named_children() if child is not decoder}
+
+
+def take_out_parts(model: PreTrainedModel) -> None:
+    """Take the parts beside its decoder and head out of a model, which remembers their size."""
+    count = 0
+    for name, module in parts_beside_decoder(model).items():
+        for weight in module.parameters():
+            count += getattr(weight, "ds_numel", weight.numel())
+        setattr(model.base_model, name, None)
+    setattr(model, _TAKEN_OUT, count)
+
+
+def parameters_taken_out(model: nn.Module) -> int:
+    """Of the parts that `take_out_parts` took out of a model, or of one inside it."""
+    return sum(getattr(module, _TAKEN_OUT, 0) for module in model.modules())
 
 
 def leave_whole(model: PreTrainedModel) -> None:

@@ -31,6 +31,7 @@ from dschat_ppo.data.prompt_contents import prompt_content
 from dschat_ppo.data.uses import further_uses
 from dschat_ppo.errors import counted
 from dschat_ppo.features import hooks
+from dschat_ppo.models.lm_kinds import parameters_taken_out
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
 from dschat_ppo.types import Engine
 
@@ -87,13 +88,18 @@ def show_models(
         if engine is None:
             continue
         total, trainable = model_size(engine.module)
+        taken_out = parameters_taken_out(engine.module)
+        total += taken_out
         share = "frozen"
         if trains and trainable:
             share = f"{100 * trainable / total:.3g} % trained"
             all_trainable += trainable
         kind = engine.module.config.model_type
         source = shown_path(folder or "")
-        rows.append((role, f"{kind}, {short_count(total)} parameters, {share}, from {source}"))
+        size = f"{short_count(total)} parameters"
+        if taken_out:
+            size += f" ({short_count(taken_out)} of them beside the decoder, frozen)"
+        rows.append((role, f"{kind}, {size}, {share}, from {source}"))
     ranks = counted(dist.world_size(), f"{dist.device().type} rank")
     rows.append(("devices", f"{ranks}, {dtype}"))
     rows += more

@@ -9,14 +9,14 @@ from transformers import AutoModelForImageTextToText, PretrainedConfig
 
 from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.features.images.flags import trains_parts
-from dschat_ppo.features.images.tower import reason_not_supported, sees_images, take_out_tower
+from dschat_ppo.features.images.tower import reason_not_supported, sees_images
 from dschat_ppo.features.images.trained_tower import keep_parts
-from dschat_ppo.models.lm_kinds import LMKind
+from dschat_ppo.models.lm_kinds import LMKind, take_out_parts
 
-OF_IMAGES = LMKind(sees_images, AutoModelForImageTextToText, take_out_tower)
+OF_IMAGES = LMKind(sees_images, AutoModelForImageTextToText, take_out_parts)
 # with those that are language models of text too
 OF_IMAGES_OR_TEXT = LMKind(
-    partial(sees_images, is_asked=True), AutoModelForImageTextToText, take_out_tower
+    partial(sees_images, is_asked=True), AutoModelForImageTextToText, take_out_parts
 )
 
 

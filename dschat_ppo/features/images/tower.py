@@ -13,11 +13,10 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForImageTextToText, PretrainedConfig
 
 from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.errors import UserError, reading
-from dschat_ppo.models.lm_kinds import parts_beside_decoder
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.model_folders import base_folder
 
@@ -110,14 +109,6 @@ def reason_not_supported(config: PretrainedConfig) -> str | None:
         f"{type(config).__name__} sees images in a way that is not supported; supported are"
         f" {', '.join(FAMILIES)}"
     )
-
-
-def take_out_tower(model: PreTrainedModel) -> None:
-    """Leave nothing in a model of images and text but its decoder and head. Its class stays, and
-    with it the names of its weights."""
-    inner: Any = model.model
-    for name in parts_beside_decoder(model):
-        setattr(inner, name, None)
 
 
 class ImageTower:
