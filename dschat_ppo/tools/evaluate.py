@@ -176,10 +176,10 @@ def _evaluate(request: EvaluationRequest) -> None:
     # else DeepSpeed searches for a device, and prints a warning
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     from dschat_ppo.common.logging import quiet_libraries
-    from dschat_ppo.common.paths import shown_path
     from dschat_ppo.tools.evaluate_models import evaluate_models
     from dschat_ppo.tools.evaluation_results import (
         Evaluated,
+        pairs_line,
         response_lines,
         result_json,
         result_notes,
@@ -210,14 +210,26 @@ def _evaluate(request: EvaluationRequest) -> None:
     lines += result_table(evaluated) + result_notes(evaluated)
     if request.args.keep is not None:
         lines.append(band_line(evaluated))
+    if request.args.write_pairs is not None:
+        lines.append(pairs_line(evaluated, request.args.pair_margin))
     for line in lines:
         print(line)
     for name, path in paths.items():
-        try:
-            path.write_text(file_contents[name](evaluated), encoding="utf-8")
-        except OSError as problem:
-            raise StorageError(f"{path}: cannot be written ({problem.strerror})") from None
-        print(f"written: {shown_path(path)}")
+        _write_rows(path, file_contents[name](evaluated))
+
+
+def _write_rows(path: Path, content: str) -> None:
+    """Write a file, and say so, also if it has no row."""
+    from dschat_ppo.common.paths import shown_path
+
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as problem:
+        raise StorageError(f"{path}: cannot be written ({problem.strerror})") from None
+    written = "written"
+    if not content:
+        written = "written without a row"
+    print(f"{written}: {shown_path(path)}")
 
 
 if __name__ == "__main__":

@@ -5,18 +5,40 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.data.examples import Messages
-from dschat_ppo.errors import escaped
+from dschat_ppo.errors import counted, escaped
 from dschat_ppo.monitor.writers import finite_or_null
 from dschat_ppo.ppo.evaluation import CUT, EvaluatedPrompt
 from dschat_ppo.ppo.response_texts import heading
+
+_UNSCORED = "fewer than two scored answers"
+_EQUAL = "equal scores"
+_CLOSE = "scores closer than --pair_margin"
+_BEST_IS_CUT = "a best answer that the length limit cut"
+# why the answers to a prompt make no pair -> how to get one
+_WAYS_TO_PAIRS = {
+    _UNSCORED: "mend the reward, which gave no score",
+    _EQUAL: "raise --samples or --temperature, or score answers more finely",
+    _CLOSE: "lower --pair_margin",
+    _BEST_IS_CUT: "raise --max_tokens",
+}
+
+
+class _ScoredAnswer(NamedTuple):
+    """An answer to a prompt. `is_cut`: by the length limit."""
+
+    score: float
+    text: str
+    is_cut: bool
 
 
 @dataclass(frozen=True)
@@ -170,26 +192,19 @@ def training_rows(evaluated: Evaluated, is_pair: bool, least_margin: float = 0.0
     """JSON lines for SFT: each prompt with the best response of the first model; or for step 2:
     each prompt with its best and its worst response, if their scores differ, by at least
     `least_margin`. Of sampled responses, or of greedy ones if there are no others."""
-    sampled = [result for result in evaluated.results if result.decoding == "sampled"]
-    of_first_model = (sampled or evaluated.results)[0]
     rows = list[dict[str, Any]]()
-    for asked, answered in zip(evaluated.asked, of_first_model.prompts, strict=True):
-        candidates = []  # (score, text, how it ended)
-        for score, text, ended in zip(
-            answered.scores, answered.answers, answered.ended, strict=True
-        ):
-            has_score = not evaluated.scored or not math.isnan(score)
-            if has_score and (is_pair or ended != CUT):
-                candidates.append((score, text, ended))
-        if not candidates:
-            continue
-        best_score, best, best_ended = max(candidates, key=lambda candidate: candidate[0])
-        worst_score, worst, _ = min(candidates, key=lambda candidate: candidate[0])
+    for asked, answered in zip(evaluated.asked, _prompts_of_rows(evaluated), strict=True):
+        scored_answers = _scored_answers(answered, evaluated.scored)
         if is_pair:
-            margin = best_score - worst_score
-            if margin > 0 and margin >= least_margin and best_ended != CUT:
+            if _reason_without_pair(scored_answers, least_margin) is None:
+                best = max(scored_answers, key=_by_score).text
+                worst = min(scored_answers, key=_by_score).text
                 rows.append({"prompt": asked, "chosen": best, "rejected": worst})
             continue
+        whole_answers = [answer for answer in scored_answers if not answer.is_cut]
+        if not whole_answers:
+            continue
+        best_score, best, _ = max(whole_answers, key=_by_score)
         if isinstance(asked, str):
             row: dict[str, Any] = {"prompt": asked, "response": best}
         else:
@@ -198,6 +213,61 @@ def training_rows(evaluated: Evaluated, is_pair: bool, least_margin: float = 0.0
             row["score"] = best_score
         rows.append(row)
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def pairs_line(evaluated: Evaluated, least_margin: float) -> str:
+    """Of how many prompts `training_rows` makes a pair, and why not of the others; how to get some,
+    if there are none."""
+    prompts = _prompts_of_rows(evaluated)
+    counts = Counter[str | None]()  # reason -> prompts; None: a pair
+    for answered in prompts:
+        scored_answers = _scored_answers(answered, evaluated.scored)
+        counts[_reason_without_pair(scored_answers, least_margin)] += 1
+    reasons = [reason for reason in _WAYS_TO_PAIRS if counts[reason]]
+    line = f"--write_pairs: pairs from {counts[None]} of {counted(len(prompts), 'prompt')}"
+    if reasons:
+        line += "; not from those with "
+        line += ", ".join(f"{reason} ({counts[reason]})" for reason in reasons)
+    if counts[None] == 0:
+        ways = dict.fromkeys(_WAYS_TO_PAIRS[reason] for reason in reasons)
+        line += f". To get pairs, {'; '.join(ways)}"
+    return line
+
+
+def _prompts_of_rows(evaluated: Evaluated) -> list[EvaluatedPrompt]:
+    """The prompts with the answers that become rows."""
+    sampled = [result for result in evaluated.results if result.decoding == "sampled"]
+    return (sampled or evaluated.results)[0].prompts
+
+
+def _scored_answers(answered: EvaluatedPrompt, is_scored: bool) -> list[_ScoredAnswer]:
+    """Those answers to a prompt that have a score; all without a reward."""
+    scored_answers = []
+    for score, text, ended in zip(answered.scores, answered.answers, answered.ended, strict=True):
+        if not is_scored or not math.isnan(score):
+            scored_answers.append(_ScoredAnswer(score, text, ended == CUT))
+    return scored_answers
+
+
+def _by_score(answer: _ScoredAnswer) -> float:
+    return answer.score
+
+
+def _reason_without_pair(
+    scored_answers: Sequence[_ScoredAnswer], least_margin: float
+) -> str | None:
+    """Why the answers to a prompt make no pair, of `_WAYS_TO_PAIRS`; None if they make one."""
+    if len(scored_answers) < 2:
+        return _UNSCORED
+    best = max(scored_answers, key=_by_score)
+    worst = min(scored_answers, key=_by_score)
+    if best.score == worst.score:
+        return _EQUAL
+    if best.score - worst.score < least_margin:
+        return _CLOSE
+    if best.is_cut:
+        return _BEST_IS_CUT
+    return None
 
 
 def result_json(evaluated: Evaluated) -> str:

@@ -178,6 +178,50 @@ def test_the_best_and_the_worst_sampled_answer_become_rows(found, assets):
             evaluation_request([*alone, *words.split()])
 
 
+def test_a_file_without_pairs_comes_with_the_reasons(assets, found, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "pairs.jsonl"
+    words = ["--samples", "4", "--reward_function", "length", "--write_pairs", str(path)]
+    words += ["--pair_margin", "0.5"]
+    scores = [[1.0] * 4, [1.0] * 4, [0.0, 0.0, 0.0, 0.25], [math.nan, math.nan, 1.0, math.nan]]
+    scores += [[0.0, 0.0, 0.0, 2.0], [0.0, 0.0, 0.0, 2.0]]
+    ended = [["eos"] * 4] * 4 + [["eos"] * 3 + ["length"], ["length"] * 3 + ["eos"]]
+    prompts = by_name(found, "/lm", "sampled").prompts
+
+    def line_of(count):
+        """What is said of the first prompts, and of the file."""
+        rows = [
+            replace(prompts[index], scores=scores[index], ended=ended[index])
+            for index in range(count)
+        ]
+        results = [replace(result, prompts=rows) for result in found.results]
+        asked = found.asked[:count]
+        evaluated = replace(found, results=results, asked=asked)
+        monkeypatch.setattr(module, "evaluate_models", lambda request: evaluated)
+        assert main(words_of(assets, *words)) == 0
+        *_, pairs, written = capsys.readouterr().out.splitlines()
+        assert len(path.read_text().splitlines()) == max(0, count - 5)
+        return pairs, written
+
+    assert line_of(2)[0] == (
+        "--write_pairs: pairs from 0 of 2 prompts; not from those with equal scores (2). To get"
+        " pairs, raise --samples or --temperature, or score answers more finely"
+    )
+    pairs, written = line_of(5)
+    reasons = (
+        "not from those with fewer than two scored answers (1), equal scores (2), scores closer"
+        " than --pair_margin (1), a best answer that the length limit cut (1)"
+    )
+    assert pairs == (
+        f"--write_pairs: pairs from 0 of 5 prompts; {reasons}. To get pairs, mend the reward, which"
+        " gave no score; raise --samples or --temperature, or score answers more finely; lower"
+        " --pair_margin; raise --max_tokens"
+    )
+    assert written.startswith("written without a row: ")
+    pairs, written = line_of(6)
+    assert pairs == f"--write_pairs: pairs from 1 of 6 prompts; {reasons}"
+    assert written.startswith("written: ")
+
+
 def test_rows_that_a_band_keeps_are_those_of_the_file(found, assets, tmp_path, monkeypatch, capsys):
     lines = (assets / "prompts.jsonl").read_text().splitlines()[:PROMPTS]
     path, flags = tmp_path / "band.jsonl", found.flags | {"keep": "0:1"}
