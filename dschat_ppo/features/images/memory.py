@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.features.images.flags import ImageFlags, trains_parts
 from dschat_ppo.features.images.tower import trains_with_images
 from dschat_ppo.models.loading import DTYPES
+from dschat_ppo.models.model_folders import base_folder, model_folder
 from dschat_ppo.planner.phase_memory import Phase
 from dschat_ppo.planner.role_memory import Role
 
@@ -23,11 +26,12 @@ _counted: dict[str, int] = {}  # configuration as JSON -> `tower_numbers`
 
 def adjust(phase: Phase, config: StepConfig, roles: Sequence[Role]) -> None:
     """Add towers, whole on each rank in the number format of the run, and for each of them the most
-    host memory that its features may take. Models with towers of one size share one, as those that
-    come from one model do. A tower that trains is counted with its model; the pixels of such models
-    are kept once, and in step 3 also the features of a rollout."""
+    host memory that its features may take. Models of one base folder share a tower; those of other
+    folders have others at worst, since weights are not read. A tower that trains is counted with
+    its model; the pixels of such models are kept once, and in step 3 also the features of a
+    rollout."""
     cache_bytes = config.of(ImageFlags).image_cache_gb * 10**9
-    sizes_of_towers = set[int]()
+    tower_sizes = dict[str, int]()  # folder of a model -> numbers of its tower
     caches_of_pixels = 0
     for role in roles:
         if not trains_with_images(config, role.sizes.config):
@@ -37,12 +41,19 @@ def adjust(phase: Phase, config: StepConfig, roles: Sequence[Role]) -> None:
             if role.name != "model":
                 caches_of_pixels = 2
         else:
-            sizes_of_towers.add(tower_numbers(role.sizes.config))
-    for tower_size in sizes_of_towers:
+            flag, name = config.models[role.name]
+            tower_sizes[_base_of(name, flag)] = tower_numbers(role.sizes.config)
+    for tower_size in tower_sizes.values():
         phase.add(_ROLE, "weights", DTYPES[config.run.dtype].itemsize * tower_size)
-    caches = len(sizes_of_towers) + caches_of_pixels
+    caches = len(tower_sizes) + caches_of_pixels
     if caches:
         phase.add(_ROLE, "buffers", caches * cache_bytes, on_host=True)
+
+
+@cache
+def _base_of(name: str, flag: str) -> str:
+    """The folder that the tower of a model comes from."""
+    return os.path.realpath(base_folder(model_folder(name, flag), flag))
 
 
 def tower_numbers(model_config: PretrainedConfig) -> int:

@@ -1,6 +1,10 @@
 """The planned memory of towers and of what they made of images, against loaded towers and a cache
 that is full."""
 
+import json
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from features.images.image_runs import (
@@ -10,16 +14,19 @@ from features.images.image_runs import (
     write_pictures,
     write_rows,
 )
-from tiny_vlms import FAMILIES, save_tiny_vlm
+from tiny_vlms import FAMILIES, save_tiny_vlm, tiny_vlm_config
+from transformers import AutoModelForImageTextToText
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.features.images.given_embeddings import source_of
+from dschat_ppo.features.images.lm_kinds import OF_IMAGES
 from dschat_ppo.features.images.memory import tower_numbers
 from dschat_ppo.features.images.tower import load_tower
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.planner.model_parts import read_model_configs
 from dschat_ppo.planner.phase_memory import steady_phase
 from dschat_ppo.planner.plan_step import roles_of
+from dschat_ppo.run.start_and_end import model_size, short_count, show_models
 
 CPU = torch.device("cpu")
 ROW = {"image": "a.png", "prompt": "what is this ?", "response": "red"}
@@ -54,6 +61,19 @@ def test_towers_and_caches_of_a_run(tmp_path):
     # actor, reference and critic have one tower
     words = flags_of_prompts(vlm, data, "--critic_model_name_or_path", str(vlm))
     assert held(parse("ppo", words)) == (4 * numbers, 2_000_000_000)
+    # that of another folder may be another one, also of the same size
+    other = save_tiny_vlm(tmp_path / "other", "qwen3_vl")
+    named = ["--critic_model_name_or_path", str(other), "--ref_model_name_or_path", f"{vlm}/."]
+    assert held(parse("ppo", flags_of_prompts(vlm, data, *named))) == (8 * numbers, 4_000_000_000)
+    named += ["--reward_model_name_or_path", str(save_tiny_vlm(tmp_path / "third", "qwen3_vl"))]
+    assert held(parse("ppo", flags_of_prompts(vlm, data, *named))) == (12 * numbers, 6_000_000_000)
+    # an adapter has the tower of its base
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    settings = {"base_model_name_or_path": str(vlm), "peft_type": "LORA", "r": 4}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    named = ["--critic_model_name_or_path", str(adapter)]
+    assert held(parse("ppo", flags_of_prompts(vlm, data, *named))) == (4 * numbers, 2_000_000_000)
     # a tower that trains is counted with its model: pixels are kept, in step 3 beside the features
     # of a rollout and those of the reference
     assert held(parse("sft", [*words_of_sft, "--train_projector", "True"])) == (0, 500_000_000)
@@ -62,6 +82,27 @@ def test_towers_and_caches_of_a_run(tmp_path):
     # a model that is used for text has none
     without = [word for word in flags(asked, data) if word not in ("--with_images", "True")]
     assert held(parse("sft", without)) == (0, 0)
+
+
+def test_the_table_of_models_counts_a_tower_that_stands_beside_its_model(tmp_path):
+    config = tiny_vlm_config("idefics3")
+    numbers, _ = model_size(AutoModelForImageTextToText.from_config(config))
+    actor = OF_IMAGES.build(config)
+    left, trained = model_size(actor)
+    assert left == trained < numbers
+    reference = OF_IMAGES.build(config).requires_grad_(False)
+    roles: dict[str, Any] = {
+        "actor": (SimpleNamespace(module=actor), "/vlm"),
+        "reference": (SimpleNamespace(module=reference), "/vlm"),
+    }
+    show_models(roles, "fp32", tmp_path)
+    shown = json.loads((tmp_path / "models.json").read_text())
+    size = (
+        f"idefics3, {short_count(numbers)} parameters ({short_count(numbers - left)} of them beside"
+        " the decoder, frozen)"
+    )
+    assert shown["actor"] == f"{size}, {100 * left / numbers:.3g} % trained, from /vlm"
+    assert shown["reference"] == f"{size}, frozen, from /vlm"
 
 
 def test_a_full_cache_holds_no_more_than_planned(tmp_path):
