@@ -104,7 +104,13 @@ def features_give_rewards(flags: HasFeatures) -> bool:
 
 def features_observe(flags: HasFeatures) -> bool:
     """Whether a feature lets responses go on after tokens that the policy did not choose."""
-    return any(flags.value(name) for notes in feature_notes() for name in notes.observing)
+    return bool(observing_flags(flags))
+
+
+def observing_flags(flags: HasFeatures) -> list[str]:
+    """The flags by which they do so here."""
+    names = [name for notes in feature_notes() for name in notes.observing]
+    return [f"--{name}" for name in names if flags.value(name)]
 
 
 def given_sources_of_learning(value_of: Callable[[str], Any]) -> list[LearnedFrom]:

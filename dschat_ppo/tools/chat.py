@@ -138,12 +138,15 @@ def chat(
     if interactive:
         import readline  # noqa: F401  `input` then has a history and arrow keys
 
-    # a model, its number format -> the model as it responds in this chat
-    load: Callable[[CheckedModel, str], ChatModel] = ChatModel
     with ExitStack() as at_end:
+        # a model, its number format -> the model as it responds in this chat
+        loaders = list[Callable[[CheckedModel, str], ChatModel]]()
         for loader_of in hooks("chat.loader_of"):
             # a feature prepares the chat before a model is loaded, and may load models in its way
-            load = loader_of(features, checked, at_end) or load
+            loader = loader_of(features, checked, at_end)
+            if loader is not None:
+                loaders.append(loader)
+        load = (loaders or [ChatModel])[0]
         dtype = dtype_for_tool(args.dtype, [model.folder for model in checked])
         models = [load(model, dtype) for model in checked]
         commands = [

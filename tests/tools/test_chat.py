@@ -46,6 +46,31 @@ class Echo:
             )
 
 
+@pytest.mark.parametrize("names", [("A", "B"), (None, "B"), ("B", "A")])
+def test_of_several_features_the_first_that_loads_the_models_does(
+    assets, monkeypatch, capsys, names
+):
+    """All of them are asked, since one may refuse the flags of another."""
+    asked = []
+
+    def loader_named(name):
+        def loader_of(features, checked, at_end):
+            asked.append(name)
+            if name is None:
+                return None
+            return lambda model, dtype: Echo(name)
+
+        return loader_of
+
+    offered = {"chat.loader_of": [loader_named(name) for name in names]}
+    monkeypatch.setattr("dschat_ppo.tools.chat.hooks", lambda hook: offered.get(hook, ()))
+    monkeypatch.setattr("sys.stdin", io.StringIO("Where is\n"))
+    assert main(["--model", str(assets / "lm"), "--dtype", "fp32"]) == 0
+    first = next(name for name in names if name is not None)
+    assert capsys.readouterr().out.splitlines()[-1] == f"{first} heard 1: Where is"
+    assert asked == list(names)
+
+
 @pytest.fixture
 def chat(monkeypatch, capsys):
     """A function: lines of input -> the output of a chat over them, and the chat."""
