@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dschat_ppo.common import dist
-from dschat_ppo.config.feature_flags import HasFeatures, features_observe
+from dschat_ppo.config.feature_flags import HasFeatures, observing_flags
 from dschat_ppo.data.content_marks import MARK, MOST_MARKS, index_of, mark_of
 from dschat_ppo.data.encode import encode_example
 from dschat_ppo.data.examples import Example
@@ -45,6 +45,12 @@ if TYPE_CHECKING:
 
     from dschat_ppo.features.images.inputs import ImageInputs
 
+# role of a message whose text stands for a picture -> the way out
+_WAYS_OUT = {
+    "user": "write it otherwise; /image PATH puts a picture before the message",
+    "system": "write the system message otherwise (/system)",
+    "assistant": "the model wrote it in its answer, which /undo forgets",
+}
 _USAGE = "/image PATH        put a picture before the next message; several are possible"
 
 
@@ -63,10 +69,11 @@ def loader_of(
         model_config = load_config(checked[0].folder, checked[0].flag)
         refuse_flags_of_images(features, model_config, f"{checked[0].flag} {checked[0].name}")
         return None
-    if features_observe(features):
+    used = observing_flags(features)
+    if used:
         raise UserError(
-            f"{seeing[0].flag} {seeing[0].name}: sees pictures, which do not go with tools and"
-            " environments in a chat yet; omit their flags"
+            f"{seeing[0].flag} {seeing[0].name}: sees pictures, which do not go with"
+            f" {' and '.join(used)} in a chat yet; omit {used[0]}, or chat with a model of text"
         )
     folder = at_end.enter_context(TemporaryDirectory())
     pictures = ChatPictures(folder, features.of(ImageFlags).image_max_source_pixels)
@@ -162,7 +169,9 @@ class PictureModel(ChatModel):
 
         self.pictures = pictures
         model_config = load_config(checked.folder, checked.flag)
-        processor = processor_of(features, model_config, checked.folder, checked.tokenizer)
+        processor = processor_of(
+            features, model_config, checked.folder, checked.tokenizer, checked.flag
+        )
         places = ImagePlaces(None, (), ".", ".")  # rows are not read
         self._content = RowImages(processor, places, pictures.most_pixels, None)
         store = store_of(features, checked.folder, dtype, checked.tokenizer, dist.device())
@@ -186,7 +195,10 @@ class PictureModel(ChatModel):
         )
 
     def _prompt(self, messages: Messages) -> tuple[list[int], GivenPrompt]:
-        """The tokens of a conversation, and what the model gets for its pictures."""
+        """The tokens of a conversation, and what the model gets for its pictures. `UserError`: a
+        text stands for a picture."""
+        for message in messages:
+            self._content.require_only_text(message["content"], _WAYS_OUT[message["role"]])
         if not self.has_template:
             ids = self.prompt_ids(messages)
             return ids, GivenPrompt(lambda indices, width: None, self._store.banned_ids)

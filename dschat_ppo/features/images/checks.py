@@ -125,7 +125,7 @@ def check_readers(
                 f"{model}: its tokenizer differs from the actor's, which does not go with prompts"
                 " with images yet; train it from the actor's family"
             )
-        of_reader = processor_of(features, model_config, reader.folder, tokenizer)
+        of_reader = processor_of(features, model_config, reader.folder, tokenizer, reader.flag)
         if of_reader.identity != of_actor.identity:
             raise UserError(
                 f"{model}: its processor of images has other settings than the actor's, so images"

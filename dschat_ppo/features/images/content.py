@@ -24,6 +24,10 @@ from dschat_ppo.features.images.processors import ImageProcessor
 from dschat_ppo.features.images.references import ImagePlaces
 
 _AS_CHAT = "--apply_chat_template True makes messages of prompts that are text"
+_WITH_IMAGE = (
+    "write it otherwise; as the place of an image it is <image>, in a row with a column of images"
+    " (--image_column)"
+)
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,12 @@ class RowImages:
         if any(map(has_marks, texts)):
             raise UserError("the answer holds an image; a model answers in text")
         prompt = example.prompt
+        if isinstance(prompt, str):
+            texts.append(prompt)
+        else:
+            texts += [message["content"] for message in prompt]
+        for text in texts:
+            self.require_only_text(text, _WITH_IMAGE)
         if not items:
             return example, []
         if isinstance(prompt, str):
@@ -109,17 +119,27 @@ class RowImages:
         files = [self.places.file_of(item) for item in items]
         return replace(example, prompt=_with_images_first(prompt, len(items))), files
 
+    def require_only_text(self, text: str, way_out: str) -> None:
+        """Refuse a text that holds what stands for an image, with the `way_out`."""
+        for reserved in self.processor.reserved_texts:
+            if reserved in text:
+                raise UserError(
+                    f"a text holds {reserved!r}, which stands for an image to this model; {way_out}"
+                )
+
     def expanded(self, ids: EncodedExample, items: list[ImageFile]) -> EncodedExample:
-        """The ids with all tokens of each image in place of its placeholder. `UserError`: a text
-        writes the placeholder itself, or an image cannot be decoded."""
+        """The ids with all tokens of each image in place of its placeholder. `UserError`: the chat
+        template writes another number of placeholders, or an image cannot be decoded."""
         placeholder = self.processor.placeholder_id
-        written = {placeholder, self.processor.image_id}  # which texts must not hold
-        in_answers = any(not written.isdisjoint(answer) for answer in ids.answers)
-        in_prompt = sum(map(ids.prompt.count, written))
+        reserved = {placeholder, self.processor.image_id}
+        in_prompt = sum(map(ids.prompt.count, reserved))
+        in_answers = sum(answer.count(token) for answer in ids.answers for token in reserved)
         if in_answers or in_prompt != len(items):
             raise UserError(
-                f"a text holds {self.processor.placeholder!r}, which stands for an image, or the"
-                f" chat template writes it another number of times than the {len(items)} images"
+                f"the chat template writes {self.processor.placeholder!r}, which stands for an"
+                f" image, {in_prompt + in_answers} times for {counted(len(items), 'image')}, also"
+                " with what it writes of tools and variables; give the template of the model"
+                " (--chat_template)"
             )
         prompt = list[int]()
         spans = list[tuple[int, int]]()

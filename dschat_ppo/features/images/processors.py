@@ -32,9 +32,11 @@ _OF_QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """The processor of the model in a folder, with the settings of the flags."""
+    """The processor of the model in a folder, with the settings of the flags. `flag` names the
+    model."""
 
     config: PretrainedConfig
+    flag: str
     folder: str
     tokenizer: PreTrainedTokenizerBase
     options: dict[str, Any]  # those that the flags change
@@ -47,7 +49,7 @@ class ImageProcessor:
         backend = "pil"
         if self.config.model_type in _NEED_TORCHVISION:
             backend = "torchvision"
-        with reading(f"{self.folder}: its processor of images cannot be loaded"):
+        with reading(f"{self.flag} {self.folder}: its processor of images cannot be loaded"):
             processor: Any = AutoImageProcessor.from_pretrained(
                 self.folder, backend=backend, trust_remote_code=False
             )
@@ -79,15 +81,26 @@ class ImageProcessor:
                 return super().check_argument_for_proper_class(name, argument)
 
         known = signature(kind.__init__).parameters
-        settings = _processor_settings(self.folder)
+        settings = self._settings
         arguments = {name: value for name, value in settings.items() if name in known}
         if "video_processor" in known:
             arguments["video_processor"] = None
-        with reading(f"{self.folder}: its processor cannot be built"):
+        with reading(f"{self.flag} {self.folder}: its processor cannot be built"):
             # some add tokens to the tokenizer that they get
             return WithoutVideo(
                 image_processor=self._of_images, tokenizer=deepcopy(self.tokenizer), **arguments
             )
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """The settings of the processor of images and text in the folder; {} without any."""
+        path = Path(self.folder) / "processor_config.json"
+        if not path.is_file():
+            return {}
+        with reading(f"{self.flag} {path}: cannot be used"):
+            settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        processors = ("image_processor", "video_processor", "tokenizer", "feature_extractor")
+        return {name: value for name, value in settings.items() if name not in processors}
 
     def refuse_fixed_options(self) -> None:
         """Refuse settings of the flags that the processor of the family overrides in every call."""
@@ -104,6 +117,12 @@ class ImageProcessor:
     def placeholder(self) -> str:
         """The text by which a chat template writes an image."""
         return str(self._of_texts.image_token)
+
+    @cached_property
+    def reserved_texts(self) -> tuple[str, ...]:
+        """The texts of the tokens that stand for an image, which no other text may hold."""
+        token: Any = self.tokenizer.convert_ids_to_tokens(self.image_id)
+        return tuple(dict.fromkeys((self.placeholder, str(token))))
 
     @cached_property
     def placeholder_id(self) -> int:
@@ -126,7 +145,7 @@ class ImageProcessor:
     def identity(self) -> str:
         """What the tokens and the pixels of an image depend on."""
         settings = json.dumps(self._of_images.to_dict(), sort_keys=True, default=str)
-        return f"{settings} {_processor_settings(self.folder)}"
+        return f"{settings} {self._settings}"
 
     def tokens(self, image: Image) -> list[int]:
         """The ids that stand for an image, by the processor of the family; they depend on its size
@@ -180,19 +199,9 @@ class ImageProcessor:
                     path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _processor_settings(folder: str) -> dict[str, Any]:
-    """The settings of the processor of images and text in a folder; {} without any."""
-    path = Path(folder) / "processor_config.json"
-    if not path.is_file():
-        return {}
-    with reading(f"{path}: cannot be used"):
-        settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    processors = ("image_processor", "video_processor", "tokenizer", "feature_extractor")
-    return {name: value for name, value in settings.items() if name not in processors}
-
-
 def load_processor(
     config: PretrainedConfig,
+    flag: str,
     folder: str,
     tokenizer: PreTrainedTokenizerBase,
     options: dict[str, Any],
@@ -202,6 +211,7 @@ def load_processor(
 
     Args:
         config: of the model.
+        flag: that names the model, for messages.
         folder: of the model, with the files of its processor.
         tokenizer: that of the run.
         options: `--image_options`.
@@ -209,21 +219,21 @@ def load_processor(
     """
     if config.model_type in _NEED_TORCHVISION and not is_installed("torchvision"):
         raise UserError(
-            f"{folder}: the processor of images of {type(config).__name__} needs torchvision, which"
-            " is not installed; install the one of your torch release"
+            f"{flag} {folder}: the processor of images of {type(config).__name__} needs"
+            " torchvision, which is not installed; install the one of your torch release"
         )
     if not any(Path(folder).glob("*processor*_config.json")):
         raise UserError(
-            f"{folder}: has no processor of images (preprocessor_config.json); copy it from the"
-            " model's page"
+            f"{flag} {folder}: has no processor of images (preprocessor_config.json); copy it from"
+            " the model's page"
         )
     settings = dict(options)
-    processor = ImageProcessor(config, folder, tokenizer, settings)
+    processor = ImageProcessor(config, flag, folder, tokenizer, settings)
     processor.refuse_fixed_options()
     if config.model_type in _OF_QWEN:
         if "size" not in settings:
             settings["size"] = _size_within(processor, max_pixels)
-            processor = ImageProcessor(config, folder, tokenizer, settings)
+            processor = ImageProcessor(config, flag, folder, tokenizer, settings)
     elif max_pixels is not None:
         raise UserError(
             f"--image_max_pixels {max_pixels}: {type(config).__name__} divides images into tiles;"

@@ -114,13 +114,18 @@ def processor_of(
     model_config: PretrainedConfig,
     folder: str,
     tokenizer: PreTrainedTokenizerBase,
+    flag: str | None = None,
 ) -> Any:
-    """The processor of the model in `folder`, with the settings of the flags."""
+    """The processor of the model in `folder`, with the settings of the flags. `flag`: that names
+    the model, for messages; None: that of the model whose tokens the data become."""
     from dschat_ppo.features.images.processors import load_processor
 
     flags = config.of(ImageFlags)
-    base = base_folder(folder, model_flag(config))
-    return load_processor(model_config, base, tokenizer, flags.options, flags.image_max_pixels)
+    flag = flag or model_flag(config)
+    base = base_folder(folder, flag)
+    return load_processor(
+        model_config, flag, base, tokenizer, flags.options, flags.image_max_pixels
+    )
 
 
 def require_place_for_images(tokenizer: PreTrainedTokenizerBase, placeholder: str) -> None:

@@ -15,12 +15,12 @@ from transformers import AutoModelForImageTextToText
 from dschat_ppo.config.feature_flags import FeatureFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.environments.flags import EnvironmentFlags
-from dschat_ppo.features.images.chat import loader_of
+from dschat_ppo.features.images.chat import PictureModel, loader_of
 from dschat_ppo.features.images.flags import ImageFlags
 from dschat_ppo.features.images.processors import load_processor
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.tools.chat import main
-from dschat_ppo.tools.chat_model import CheckedModel
+from dschat_ppo.tools.chat_model import CheckedModel, StreamedToken
 
 TOKENS = 5
 OTHERS = ("smolvlm", "qwen2_5_vl", "gemma3")
@@ -64,7 +64,7 @@ class Oracle:
         self.model = AutoModelForImageTextToText.from_pretrained(folder / family).eval()
         self.tokenizer = tiny_vlm_tokenizer(family)
         config = load_config(str(folder / family), "model")
-        self.processor = load_processor(config, str(folder / family), self.tokenizer, {}, None)
+        self.processor = load_processor(config, "", str(folder / family), self.tokenizer, {}, None)
 
     def answer(self, messages, images):
         template = self.tokenizer.apply_chat_template(
@@ -170,11 +170,35 @@ def test_what_cannot_be_added_is_named_with_a_way_out(folder, chat, assets):
     assert lines[2].endswith("name a picture, such as a PNG or JPEG file")
     assert lines[3].endswith("not fetched from the web; save it, and name the file")
     assert any(line.startswith("/image PATH  ") for line in lines)
-    assert "'<|image_pad|>', which stands for an image" in lines[-1]
+    assert lines[-1] == (
+        "a text holds '<|image_pad|>', which stands for an image to this model; write it otherwise;"
+        " /image PATH puts a picture before the message"
+    )
     no_template = chat("qwen3_vl", ["/image a.png"], "--apply_chat_template", "False")
     assert no_template[-1].endswith("need the chat template; omit --apply_chat_template False")
     of_text = chat("qwen3_vl", ["/image a.png"], "--compare", str(assets / "lm"))
     assert of_text[-1] == "lm sees no pictures, so none can be added to this chat"
+
+
+def test_a_text_that_stands_for_a_picture_is_refused_by_who_wrote_it(folder, chat, monkeypatch):
+    """It is no part of the conversation, which goes on."""
+    answer = StreamedToken("<image> red")
+    monkeypatch.setattr(PictureModel, "draw_tokens", lambda *given, **further: iter([answer]))
+    lines = chat(
+        "idefics3",
+        ["what is <image> ?", "/system an <image> .", "what is red ?", "/system"]
+        + ["what is red ?", "what is blue ?", "/undo", "what is red ?"],
+    )
+    said = "a text holds '<image>', which stands for an image to this model; "
+    refused = [line.removeprefix(said) for line in lines if line.startswith(said)]
+    assert refused == [
+        "write it otherwise; /image PATH puts a picture before the message",
+        "write the system message otherwise (/system)",
+        "the model wrote it in its answer, which /undo forgets",
+    ]
+    assert lines.count("<image> red") == 2
+    template = ["--apply_chat_template", "False"]
+    assert chat("idefics3", ["what is <image> ?"], *template)[-1].startswith(said)
 
 
 def test_models_of_text_have_no_such_command(assets, monkeypatch, capsys):
@@ -185,14 +209,22 @@ def test_models_of_text_have_no_such_command(assets, monkeypatch, capsys):
     assert "/image PATH" not in printed
 
 
-def test_flags_of_images_without_an_effect_are_refused(assets, folder, capsys):
+def test_flags_that_do_not_go_with_the_model_are_refused(assets, folder, tmp_path, capsys):
     words = ["--model", str(assets / "lm"), "--with_images", "True"]
     assert main(words) == 2
     assert "--with_images True: --model" in capsys.readouterr().err
     vlm = str(folder / "qwen3_vl")
     checked = CheckedModel(vlm, "qwen3_vl", "--model", vlm, tiny_vlm_tokenizer("qwen3_vl"))
     features = FeatureFlags((EnvironmentFlags(tools=["a.py:f"]), ImageFlags()))
-    with ExitStack() as at_end, pytest.raises(UserError, match="tools and environments in a chat"):
+    said = f"--model {vlm}: sees pictures, which do not go with --tools in a chat yet; omit --tools"
+    with ExitStack() as at_end, pytest.raises(UserError, match=said):
         loader_of(features, [checked], at_end)
+    (tmp_path / "look.py").write_text('def look() -> str:\n    """Look at it."""\n    return ""\n')
+    tool = f"{tmp_path / 'look.py'}:look"
+    capsys.readouterr()
+    assert main(["--model", vlm, "--dtype", "fp32", "--tools", tool]) == 2
+    error = capsys.readouterr().err
+    assert f"error: {said}" in error
+    assert error.count("error: ") == 1
     assert main(["--model", "x", "--image_folder", "y"]) == 2
     assert "where /image PATH adds a picture" in capsys.readouterr().err

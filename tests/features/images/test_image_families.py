@@ -195,7 +195,7 @@ def test_a_processor_that_needs_torchvision(tmp_path, monkeypatch):
     vlm = save_tiny_vlm(tmp_path / "lfm2", "lfm2_vl")
     monkeypatch.setattr(processors, "is_installed", lambda module: False)
     with pytest.raises(UserError, match="Lfm2VlConfig needs torchvision, which is not installed"):
-        processors.load_processor(load_config(str(vlm), "model"), str(vlm), None, {}, None)
+        processors.load_processor(load_config(str(vlm), "model"), "", str(vlm), None, {}, None)
 
 
 def test_a_setting_that_the_processor_overrides_is_refused(family):

@@ -12,7 +12,7 @@ import pytest
 from datasets import Dataset
 from features.images.image_runs import prepared, write_pictures, write_rows
 from PIL import Image
-from tiny_vlms import FAMILIES, noise, save_tiny_vlm
+from tiny_vlms import FAMILIES, PARTS_TEMPLATE, noise, save_tiny_vlm
 
 from dschat_ppo.data.content_marks import mark_of
 from dschat_ppo.data.templates import render
@@ -167,7 +167,7 @@ def test_the_ids_are_those_of_the_processor_of_the_family(vlms, pictures, family
     row = talk(first, TEXT, *neighbours, TEXT)
     [token_row], _, tokenizer = prepared(vlms[family], write_rows(pictures, [row]))
     config = load_config(str(vlms[family]), "model")
-    processor = load_processor(config, str(vlms[family]), tokenizer, {}, None)
+    processor = load_processor(config, "--model", str(vlms[family]), tokenizer, {}, None)
     text = tokenizer.apply_chat_template(
         row["messages"][:1], tokenize=False, add_generation_prompt=True
     )
@@ -260,12 +260,27 @@ def test_a_link_does_not_lead_out_of_the_folder(vlms, pictures):
         (talk({"type": "image"}, TEXT) | {"images": [PATH, PATH]}, "has 2 images"),
         (talk({"type": "video", "video": "a.mp4"}, TEXT), "'video'"),
         (talk(TEXT, answer=[{"type": "image", "image": PATH}]), "a model answers in text"),
-        (talk({"type": "text", "text": "what is <image> ?"}), "stands for an image"),
-        (talk(TEXT, answer="<image> red"), "stands for an image"),
+        (
+            talk({"type": "text", "text": "what is <image> ?"}),
+            "a text holds '<image>', which stands for an image to this model; write it otherwise",
+        ),
+        (talk(TEXT, answer="<image> red"), "a text holds '<image>', which stands for an image"),
     ],
 )
 def test_places_and_images_that_do_not_fit_are_a_bad_row(vlms, pictures, row, words):
     assert words in bad(vlms["idefics3"], pictures, row)
+
+
+def test_a_template_that_writes_another_image_is_named(vlms, pictures):
+    template = pictures / "twice.jinja"
+    second = "{% if loop.index == 3 %} <image>{% endif %} <|im_end|>"
+    template.write_text(PARTS_TEMPLATE.replace(" <|im_end|>", second))
+    row = talk({"type": "image", "image": PATH}, TEXT)
+    row["messages"] += row["messages"]
+    row["messages"][2] = {"role": "user", "content": QUESTION}
+    said = bad(vlms["idefics3"], pictures, row, "--chat_template", str(template))
+    assert "the chat template writes '<image>', which stands for an image, 2 times for 1 im" in said
+    assert "a text holds" not in said
 
 
 def test_a_huge_image_is_refused_before_it_is_decoded(vlms, pictures):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from features.images.image_runs import flags, prepared, write_pictures, write_rows
 from tiny_models import new_model
-from tiny_vlms import save_tiny_vlm
+from tiny_vlms import save_tiny_vlm, tiny_vlm_tokenizer
 from transformers import AutoModelForImageTextToText
 
 from dschat_ppo.config.cli import parse
@@ -85,10 +85,24 @@ def test_a_file_that_changes_between_two_steps_ends_the_run(folder, tmp_path):
         collate_sft(rows, [first], 0, False, store.for_rows)
 
 
-def test_a_model_without_a_processor_is_refused(folder, tmp_path):
+def test_a_model_without_a_usable_processor_is_refused_by_its_flag(folder, tmp_path):
+    tokenizer = tiny_vlm_tokenizer("idefics3")
     config = load_config(str(folder / "idefics3"), "")
-    with pytest.raises(UserError, match="has no processor of images"):
-        load_processor(config, str(tmp_path), None, {}, None)
+
+    def said_of(tmp_path):
+        """Why its processor cannot be used."""
+        with pytest.raises(UserError) as refusal:
+            print(load_processor(config, "--model", str(tmp_path), tokenizer, {}, None).placeholder)
+        return str(refusal.value)
+
+    assert said_of(tmp_path).startswith(f"--model {tmp_path}: has no processor of images")
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text("{")
+    assert said_of(tmp_path).startswith(f"--model {tmp_path}: its processor of images cannot be lo")
+    file.write_bytes((folder / "idefics3" / file.name).read_bytes())
+    (tmp_path / "processor_config.json").write_text("{")
+    said = said_of(tmp_path)
+    assert said.startswith(f"--model {tmp_path}/processor_config.json: cannot be used")
 
 
 def test_a_column_that_the_data_do_not_have_is_refused(folder):
