@@ -26,6 +26,14 @@ TOKENS = 5
 OTHERS = ("smolvlm", "qwen2_5_vl", "gemma3")
 QUESTION = "what is the colour of this picture ?"
 IMAGE = {"type": "image"}
+GAME = """
+class Game:
+    def reset(self, seed=None, options=None):
+        return "Guess."
+
+    def step(self, text):
+        return "No.", 0.0, True, False, {}
+"""
 
 
 def text(words):
@@ -216,15 +224,15 @@ def test_flags_that_do_not_go_with_the_model_are_refused(assets, folder, tmp_pat
     vlm = str(folder / "qwen3_vl")
     checked = CheckedModel(vlm, "qwen3_vl", "--model", vlm, tiny_vlm_tokenizer("qwen3_vl"))
     features = FeatureFlags((EnvironmentFlags(tools=["a.py:f"]), ImageFlags()))
-    said = f"--model {vlm}: sees pictures, which do not go with --tools in a chat yet; omit --tools"
-    with ExitStack() as at_end, pytest.raises(UserError, match=said):
+    said = f"--model {vlm}: sees pictures, which do not go with --%s in a chat yet; omit --%s, or"
+    with ExitStack() as at_end, pytest.raises(UserError, match=said % ("tools", "tools")):
         loader_of(features, [checked], at_end)
-    (tmp_path / "look.py").write_text('def look() -> str:\n    """Look at it."""\n    return ""\n')
-    tool = f"{tmp_path / 'look.py'}:look"
+    (tmp_path / "game.py").write_text(GAME)
     capsys.readouterr()
-    assert main(["--model", vlm, "--dtype", "fp32", "--tools", tool]) == 2
+    words = ["--model", vlm, "--dtype", "fp32", "--environment", f"{tmp_path / 'game.py'}:Game"]
+    assert main(words) == 2
     error = capsys.readouterr().err
-    assert f"error: {said}" in error
+    assert f"error: {said}" % ("environment", "environment") in error
     assert error.count("error: ") == 1
     assert main(["--model", "x", "--image_folder", "y"]) == 2
     assert "where /image PATH adds a picture" in capsys.readouterr().err
