@@ -31,11 +31,12 @@ from transformers import PreTrainedModel
 from dschat_ppo.common.dist import local_world_size, on_gpu, world_size
 from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.common.logging import quiet_prints
+from dschat_ppo.config.feature_needs import FurtherModel
 from dschat_ppo.config.step_config import POLYNOMIAL_END, StepConfig
 from dschat_ppo.engine.ds_config import PERSISTENT_ELEMENTS, Config, eval_config
 from dschat_ppo.engine.optimizers import ADAMW, OptimizerKind, optimizer_of, second_rate
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.loading import ModelChanges, load_causal_lm
+from dschat_ppo.models.loading import further_changes, load_causal_lm
 from dschat_ppo.models.state_layers import state_layers
 from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.types import Engine
@@ -369,12 +370,13 @@ def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict
 
 
 def frozen_policy(
-    folder: str, dtype: str, stage: int, offload: bool, resize: bool
+    config: StepConfig, model: FurtherModel, folder: str, stage: int
 ) -> tuple[PolicyModel, Config]:
-    """A language model that only runs forward, without its engine, and DeepSpeed's configuration
-    for it."""
-    ds_config = eval_config(stage, dtype, offload, world_size())
-    lm = load_causal_lm(folder, dtype, ds_config, ModelChanges(resize=resize))
+    """A model that a feature adds, from its `folder`, without its engine, and DeepSpeed's
+    configuration for it at a ZeRO `stage`."""
+    dtype = config.run.dtype
+    ds_config = eval_config(stage, dtype, model.offload, world_size())
+    lm = load_causal_lm(folder, dtype, ds_config, further_changes(config, model))
     return PolicyModel(lm), ds_config
 
 

@@ -197,13 +197,9 @@ class RLHFEngine:
         config = self._config
         engines = {}
         for model in config.further_models:
-            policy, ds_config = frozen_policy(
-                self._folders.further[model.role],
-                config.run.dtype,
-                config.ppo.actor_zero_stage,
-                model.offload,
-                config.run.resize_vocabulary,
-            )
+            folder = self._folders.further[model.role]
+            policy, ds_config = frozen_policy(config, model, folder, config.ppo.actor_zero_stage)
+            policy.given_source = self._given_sources.get(model.role)
             engines[model.role] = self._build_forward_only(policy, ds_config)
         if config.compares_distributions:
             compared = [self.actor, self.reference]

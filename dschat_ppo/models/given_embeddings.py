@@ -98,6 +98,11 @@ class GivenSource(Protocol):
         of the model; None: nothing."""
         ...
 
+    def for_same_rows(self, given: GivenEmbeddings | None) -> GivenEmbeddings | None:
+        """What the model of this source, which does not train, gets for the rows for which another
+        one gets `given`, of `for_rows`."""
+        ...
+
     def number_prompts(self, prompts: Dataset) -> None:
         """Give the rows of a data set of prompts their numbers, which follow those of the data sets
         before it. All ranks do so in one order, the data set of training first: its numbers are in
@@ -151,9 +156,10 @@ def given_sources_of(
 
     Args:
         features: the flags of a run or of a tool.
-        folders: role -> folder, the model that answers prompts first, as "actor".
+        folders: role -> folder, the model that trains first, in step 3 and in tools the one that
+            answers the prompts.
         dtype: of weights that run for it, "bf16", "fp16" or "fp32".
-        tokenizer: of the model that answers.
+        tokenizer: of the first model.
         device: where they run.
     """
     for sources_of in hooks("given_embeddings.sources_of_roles"):

@@ -25,6 +25,7 @@ from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.host_memory import freed_memory_returned
 from dschat_ppo.common.logging import log_once, logger
 from dschat_ppo.common.paths import shown_path
+from dschat_ppo.config.feature_needs import FurtherModel
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.adapters.adding import adapt, check_adapter, report_adapter, saves_head
@@ -116,6 +117,15 @@ def changes_to_train(
 def frozen_changes(config: StepConfig) -> ModelChanges:
     """What the flags change in a model that does not train."""
     return ModelChanges(resize=config.run.resize_vocabulary, kinds=further_kinds(config))
+
+
+def further_changes(config: StepConfig, model: FurtherModel) -> ModelChanges:
+    """What the flags change in a model that a feature adds. One that reads texts of its own is a
+    language model of text."""
+    changes = frozen_changes(config)
+    if not model.reads_tokens_of_actor:
+        changes = replace(changes, kinds=())
+    return changes
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ from dschat_ppo.run.run_models import (
     check_prompt_readers,
     check_same_tokens,
     data_of_model,
+    further_readers,
 )
 from dschat_ppo.run.session import Session, begin_run, end_dry_run, naming, open_session
 from dschat_ppo.run.start_and_end import log_samples, show_plan
@@ -307,7 +308,7 @@ def readers_of(config: PPOConfig, folders: ModelFolders) -> list[PromptReader]:
         if role == "reward":
             sources = config.rewards.reward_model_sources
         readers.append(PromptReader(role, flag, folder, sources))
-    return readers
+    return readers + further_readers(config, folders.further)
 
 
 def show_ppo_batches(config: PPOConfig, plan: PPOPlan) -> None:

@@ -51,6 +51,7 @@ from dschat_ppo.rewards.learned_reward import ModelReward, model_reward, saved_e
 from dschat_ppo.rewards.reward_source import RewardMixture, RewardSource
 from dschat_ppo.run.model_card import model_card
 from dschat_ppo.run.output_folder import KeptModels, remove_checkpoints
+from dschat_ppo.run.run_models import further_readers
 from dschat_ppo.run.session import Session, end_measured_run
 from dschat_ppo.run.start_and_end import (
     changes_of,
@@ -132,6 +133,8 @@ def given_sources(
         folders_of_roles["critic"] = folders.critic
     if folders.reward is not None:
         folders_of_roles["reward"] = folders.reward
+    for reader in further_readers(config, folders.further):
+        folders_of_roles[reader.role] = reader.folder
     return given_sources_of(config, folders_of_roles, config.run.dtype, tokenizer, dist.device())
 
 

@@ -18,6 +18,7 @@ from dschat_ppo.models.loading import (
     AS_SAVED,
     ModelChanges,
     check_causal_lm,
+    further_changes,
     load_config,
     require_length,
 )
@@ -73,10 +74,21 @@ def data_read_by_model(
 class PromptReader:
     """A model that reads the prompts which another one answers."""
 
-    role: str  # "reference", "critic" or "reward"
+    role: str  # as in `StepConfig.models`
     flag: str
     folder: str
     sources: Sequence[str] = ()  # data sources whose prompts it reads; (): all of them
+
+
+def further_readers(config: StepConfig, folders: Mapping[str, str]) -> list[PromptReader]:
+    """The models that features add, and that read the tokens of the model that trains. `folders`:
+    role -> local folder."""
+    readers = []
+    for model in config.further_models:
+        if model.reads_tokens_of_actor:
+            folder = folders[model.role]
+            readers.append(PromptReader(model.role, model.flag, folder, model.sources))
+    return readers
 
 
 def check_prompt_readers(
@@ -140,7 +152,8 @@ def check_further_models(
     for model in config.further_models:
         folder = folders[model.role]
         if model.reads_tokens_of_actor:
-            check_same_tokens(config, model.flag, folder, tokenizer, longest, limits)
+            changes = further_changes(config, model)
+            check_same_tokens(config, model.flag, folder, tokenizer, longest, limits, changes)
         else:  # its rows have other lengths
             model_tokenizer = read_tokenizer(folder, model.flag)
             check_language_model(config, model.flag, folder, model_tokenizer, 1, limits)

@@ -25,7 +25,7 @@ from dschat_ppo.run.start_and_end import tool_command, words_of_features
 from dschat_ppo.supervised.objective import Objective, collator_on_device
 from dschat_ppo.supervised.supervised_run import (
     begin_supervised_run,
-    given_source_of,
+    given_sources_of_run,
     train_and_save,
 )
 from dschat_ppo.supervised.trainer import SupervisedTrainer
@@ -103,18 +103,22 @@ def sft_objective(
     )
 
 
-def further_engines(config: SFTConfig, folders: Mapping[str, str]) -> dict[str, Engine]:
-    """The engines of the models that features add, by role; `folders`: those of the models, by
-    role."""
+def further_engines(
+    config: SFTConfig, folders: Mapping[str, str], given_sources: Mapping[str, GivenSource]
+) -> dict[str, Engine]:
+    """The engines of the models that features add, by role.
+
+    Args:
+        config: the flags.
+        folders: role -> folder of the model.
+        given_sources: role -> where that comes from which the model gets in place of the embeddings
+            of some ids.
+    """
     engines = {}
     for model in config.further_models:
-        policy, ds_config = frozen_policy(
-            folders[model.role],
-            config.run.dtype,
-            config.fit.zero_stage,
-            model.offload,
-            config.run.resize_vocabulary,
-        )
+        folder = folders[model.role]
+        policy, ds_config = frozen_policy(config, model, folder, config.fit.zero_stage)
+        policy.given_source = given_sources.get(model.role)
         apply_memory_flags(policy, config.memory)
         engine = eval_engine(policy, ds_config)
         select_kernels(engine)
@@ -130,8 +134,9 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     changes = changes_to_train(config, dropout=fit.dropout)
     model = PolicyModel(load_causal_lm(run.model_folder, run_flags.dtype, run.ds_config, changes))
     apply_memory_flags(model, config.memory, fit.gradient_checkpointing)
-    model.given_source = given_source_of(run)
-    further = further_engines(config, run.further_folders)
+    given_sources = given_sources_of_run(run)
+    model.given_source = given_sources.get("model")
+    further = further_engines(config, run.further_folders, given_sources)
     terms = sft_terms(config, further.__getitem__)
     objective = sft_objective(
         filler_id(run.tokenizer),

@@ -28,7 +28,7 @@ from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import Config, require_agreement
 from dschat_ppo.errors import StorageError, UserError, counted
 from dschat_ppo.features import hooks
-from dschat_ppo.models.given_embeddings import GivenSource
+from dschat_ppo.models.given_embeddings import GivenSource, given_sources_of
 from dschat_ppo.models.kernel_selection import check_attention
 from dschat_ppo.models.loading import (
     changes_to_train,
@@ -48,7 +48,9 @@ from dschat_ppo.run.output_folder import KeptModels, remove_checkpoints
 from dschat_ppo.run.run_models import (
     check_further_models,
     check_language_model,
+    check_prompt_readers,
     data_of_model,
+    further_readers,
 )
 from dschat_ppo.run.session import (
     Session,
@@ -115,6 +117,9 @@ def begin_supervised_run(config: FitConfig, name: str, title: str) -> Supervised
     announce("prepare data")
     rows = prepare(data_of_model(config, folder, tokenizer), tokenizer)
     _require_evaluation_rows(config, rows)
+    used_rows = [data for data in (rows.at_hand, rows.eval) if data is not None]
+    readers = further_readers(config, further_folders)
+    check_prompt_readers(config, folder, readers, used_rows, tokenizer)
     report_learning_rate(config, folder)
     log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)
     packing = None
@@ -216,17 +221,11 @@ def report_learning_rate(config: FitConfig, folder: str) -> None:
         )
 
 
-def given_source_of(run: SupervisedRun) -> GivenSource | None:
-    """What the model of a run gets in place of the embeddings of some ids, with parts of it that do
-    not train. A feature offers `given_embeddings.source_of(config, folder of the model, tokenizer,
-    device)`."""
-    for source_of in hooks("given_embeddings.source_of"):
-        source: GivenSource | None = source_of(
-            run.config, run.model_folder, run.tokenizer, run.device
-        )
-        if source is not None:
-            return source
-    return None
+def given_sources_of_run(run: SupervisedRun) -> Mapping[str, GivenSource]:
+    """`given_sources_of` the model that trains, as "model", and of those that features add."""
+    folders = {"model": run.model_folder, **run.further_folders}
+    dtype = run.config.run.dtype
+    return given_sources_of(run.config, folders, dtype, run.tokenizer, run.device)
 
 
 def train_and_save(

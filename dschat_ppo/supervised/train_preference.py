@@ -32,7 +32,7 @@ from dschat_ppo.supervised.policy_objectives import (
 from dschat_ppo.supervised.reward_objectives import reward_objective
 from dschat_ppo.supervised.supervised_run import (
     begin_supervised_run,
-    given_source_of,
+    given_sources_of_run,
     train_and_save,
 )
 from dschat_ppo.supervised.trainer import SupervisedTrainer
@@ -76,7 +76,7 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
         logger().info(f"data: --objective {name} does not use the column `margin`")
     model = load_trained_model(run.model_folder, config, run.ds_config)
     settings: dict[str, Any] = {}
-    model.given_source = given_source_of(run)
+    model.given_source = given_sources_of_run(run).get("model")
     if model.given_source is not None:
         settings["given_for"] = model.given_source.for_rows
     objective = OBJECTIVES[name].build(filler_id(run.tokenizer), run.device, config, **settings)

@@ -18,7 +18,7 @@ from dschat_ppo.features.distillation.flags import DistillationFlags
 from dschat_ppo.models.micro_batches import even_passes
 from dschat_ppo.models.wrapped_models import response_logprobs
 from dschat_ppo.ppo.rollout_sampler import RolloutSampler
-from dschat_ppo.ppo.rollouts import RolloutTask, SampleRollout
+from dschat_ppo.ppo.rollouts import RolloutTask, SampleRollout, prompt_batch
 from dschat_ppo.ppo.score import ForwardPasses
 from dschat_ppo.rewards.reward_source import DATA_SOURCE, MOST_NAMES, is_routed_to
 from dschat_ppo.types import (
@@ -98,7 +98,7 @@ class TaughtRollouts:
         """The data rows' responses to the prompts, cut at `--max_answer_seq_len`, without
         log-probs."""
         pad_id = self.sampler.pad_id
-        batch = collate_prompts(task.prompts, task.indices, pad_id)
+        batch = prompt_batch(task.prompts, task.indices, pad_id, self.sampler.given_source)
         limit = task.config.stopping.max_new_tokens
         responses = [task.prompts[index]["answers"][0] for index in task.indices]
         ids, lengths = right_padded([response[:limit] for response in responses], pad_id)
@@ -116,6 +116,7 @@ class TaughtRollouts:
             mask,
             torch.zeros(ids.shape),
             torch.tensor(reasons, dtype=torch.int8),
+            extra=batch.extra,
         )
         return to_device(rollout, self.sampler.device)
 

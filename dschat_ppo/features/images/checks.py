@@ -33,12 +33,14 @@ _WAYS_OUT = {
     ),
     "reference": "omit the flag, so that the reference is the actor before training",
 }
+_WAY_OUT_OF_OTHERS = "give one that sees them, or assign it data sources without images (SOURCE=)"
 _USES = ("preference", "unpaired")  # what step 2 reads beside images: pairs and labelled answers
 # flags with which prompts come about, or are generated for, in ways that have no images
 _WITHOUT_IMAGES = (
     "agent",
     "agent_command",
     "exact_rollout",
+    "teacher_prompt_column",
 )
 
 
@@ -50,7 +52,7 @@ def check_trained_model(config: StepConfig, model_config: PretrainedConfig, mode
         "--streaming": bool(config.value("streaming")),
         "--sequence_parallel_size": config.ranks_of_row > 1,
         "quantised weights (--load_in_4bit, --load_in_8bit)": config.frozen_bits > 0,
-        "teachers and judges": bool(config.further_models),
+        "judges": any(not model.reads_tokens_of_actor for model in config.further_models),
         "--resize_vocabulary": config.run.resize_vocabulary,
     }
     for name in _WITHOUT_IMAGES:
@@ -105,31 +107,32 @@ def check_readers(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Refuse models that would read prompts with images, and do not see these, or see them by other
-    tokens than the actor. Arguments as `run.run_models.check_prompt_readers`."""
-    if not any(_have_images(rows, ()) for rows in prompts):
+    tokens than the model in `folder`. Arguments as `run.run_models.check_prompt_readers`."""
+    if not readers or not any(_have_images(rows, ()) for rows in prompts):
         return
-    actor_config = load_config(folder, "model")
-    of_actor = processor_of(features, actor_config, folder, tokenizer)
+    first_config = load_config(folder, "model")
+    of_first = processor_of(features, first_config, folder, tokenizer)
     for reader in readers:
         if not any(_have_images(rows, reader.sources) for rows in prompts):
             continue
         model = f"{reader.flag} {reader.folder}"
         model_config = load_config(reader.folder, reader.flag)
         if not trains_with_images(features, model_config):
+            way_out = _WAYS_OUT.get(reader.role, _WAY_OUT_OF_OTHERS)
             raise UserError(
                 f"{model}: {type(model_config).__name__} reads text alone, but prompts have images;"
-                f" {_WAYS_OUT[reader.role]}"
+                f" {way_out}"
             )
         if read_tokenizer(reader.folder, reader.flag).get_vocab() != tokenizer.get_vocab():
             raise UserError(
-                f"{model}: its tokenizer differs from the actor's, which does not go with prompts"
-                " with images yet; train it from the actor's family"
+                f"{model}: its tokenizer differs from that of the model in {folder}, which does not"
+                " go with prompts with images yet; train it from the same family"
             )
         of_reader = processor_of(features, model_config, reader.folder, tokenizer, reader.flag)
-        if of_reader.identity != of_actor.identity:
+        if of_reader.identity != of_first.identity:
             raise UserError(
-                f"{model}: its processor of images has other settings than the actor's, so images"
-                " would be other tokens; give the same to both (--image_options)"
+                f"{model}: its processor of images has other settings than that in {folder}, so"
+                " images would be other tokens; give the same to both (--image_options)"
             )
 
 
@@ -137,7 +140,9 @@ def _have_images(rows: Dataset, sources: Sequence[str]) -> bool:
     """Whether prompts of these data sources, of all with (), have images."""
     if IMAGES not in rows.column_names:
         return False
+    if not sources:
+        return any(rows[IMAGES])
     for images, row in zip(rows[IMAGES], rows["row"], strict=True):
-        if images and (not sources or is_routed_to(sources, json.loads(row))):
+        if images and is_routed_to(sources, json.loads(row)):
             return True
     return False

@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.feature_flags import HasFeatures
-from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.features.images.flags import ImageFlags, trains_parts
 from dschat_ppo.features.images.step_data import model_flag, processor_of
 from dschat_ppo.features.images.tower import ImageTower, load_tower, trains_with_images
@@ -21,15 +20,7 @@ from dschat_ppo.models.model_folders import base_folder
 if TYPE_CHECKING:
     from dschat_ppo.features.images.image_store import ImageStore
 
-_TRAINED_ROLES = ("actor", "critic")
-
-
-def source_of(
-    config: StepConfig, folder: str, tokenizer: PreTrainedTokenizerBase, device: torch.device
-) -> ImageStore | None:
-    """The images of a run, with the tower of the model in `folder`, which the model itself holds if
-    it trains; None if it sees none."""
-    return store_of(config, folder, config.run.dtype, tokenizer, device)
+_TRAINED_ROLES = ("model", "actor", "critic")
 
 
 def store_of(
@@ -39,7 +30,8 @@ def store_of(
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
 ) -> ImageStore | None:
-    """As `source_of`, also of a tool; `dtype`: of the tower."""
+    """The images of a run or of a tool, with the tower of the model in `folder`, which the model
+    itself holds if it trains; None if it sees none. `dtype`: of the tower."""
     model_config = load_config(folder, model_flag(config))
     if not trains_with_images(config, model_config):
         return None
@@ -64,32 +56,34 @@ def sources_of_roles(
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
 ) -> dict[str, ImageStore]:
-    """The images of a run of step 3, or of a tool, for each model that sees them, by role; {} if
-    the actor sees none. Frozen towers whose weights have equal bits are one.
+    """The images of a run, or of a tool, for each model that sees them, by role; {} if the first
+    model sees none. Frozen towers whose weights have equal bits are one.
 
     Args:
         config: the flags.
-        folders: role -> folder, the actor first.
+        folders: role -> folder, the model that trains first, in step 3 and in tools the one that
+            answers the prompts.
         dtype: of the towers.
-        tokenizer: the actor's.
+        tokenizer: of the first model.
         device: where towers run.
     """
-    actor = store_of(config, folders["actor"], dtype, tokenizer, device)
-    if actor is None:
+    first_role, *_ = folders
+    first = store_of(config, folders[first_role], dtype, tokenizer, device)
+    if first is None:
         return {}
-    sources = {"actor": actor}
-    stores = [actor]
+    sources = {first_role: first}
+    stores = [first]
     store_of_folder: dict[str, ImageStore] = {}  # with a frozen tower
     trained_roles = list[str]()  # of models that hold their towers
-    if isinstance(actor.tower, TowerInModel):
+    if isinstance(first.tower, TowerInModel):
         trained_roles = [role for role in _TRAINED_ROLES if role in folders]
     else:
-        store_of_folder[base_folder(folders["actor"], "model")] = actor
+        store_of_folder[base_folder(folders[first_role], "model")] = first
     for role, folder in folders.items():
         base = base_folder(folder, "model")
         sees = trains_with_images(config, load_config(folder, "model"))
         if role in trained_roles and sees:
-            sources[role] = actor  # which serves pixels, whatever model encodes them
+            sources[role] = first  # which serves pixels, whatever model encodes them
         elif base in store_of_folder:
             sources[role] = store_of_folder[base]
         elif sees:

@@ -148,11 +148,28 @@ class ImageStore:
             if axes is not None:
                 positions[:, row] = axes
                 offsets[row] = axes[0, -1] + 1 - len(columns)  # all columns after the images agree
-        joined = _concatenated([row_images.features for row_images in distinct.values()])
-        inputs = ImageInputs(joined, index, family=self._tower.family)
+        of_distinct = {row: row_images.features for row, row_images in distinct.items()}
+        inputs = ImageInputs(
+            _concatenated(list(of_distinct.values())),
+            index,
+            family=self._tower.family,
+            tokens_of_images={row: features.tokens for row, features in of_distinct.items()},
+        )
         if self._tower.family.has_axes:
             inputs = replace(inputs, positions=positions, offsets=offsets)
         return inputs.to(self._tower.device)
+
+    def for_same_rows(self, given: Any) -> ImageInputs | None:
+        """What the model of this store, whose tower is frozen, gets for rows for which another
+        store gave `given` (`ImageInputs`); None if no row has an image. Both models read the same
+        tokens, at the same positions."""
+        if given is None or not given.tokens_of_images:
+            return None
+        features = []
+        for references, tokens in given.tokens_of_images.items():
+            features.append(self._of_row(references, tokens).features)
+        joined = _concatenated(features).to(given.index.device)
+        return replace(given, features=joined, family=self._tower.family)
 
     def number_prompts(self, prompts: Dataset) -> None:
         """Give the rows of a data set of prompts their numbers, after those that have some."""

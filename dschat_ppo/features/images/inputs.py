@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ class ImageInputs:
     # (B,) int64, what a token after the images adds to its column; None: the positions are columns
     offsets: Tensor | None = None
     family: Family = Family()
+    # images of a row -> their tokens, for the distinct rows in the order of their features
+    tokens_of_images: Mapping[tuple[str, ...], int] = field(default_factory=dict)
 
     def to(self, device: torch.device | str) -> ImageInputs:
         """The same on another device."""

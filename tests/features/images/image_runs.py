@@ -13,6 +13,7 @@ from torch import Tensor
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.templates import with_template_flags
+from dschat_ppo.features.images.given_embeddings import sources_of_roles
 from dschat_ppo.features.images.image_files import ImageFile, decoded_image
 from dschat_ppo.features.images.step_data import read_by_model
 from dschat_ppo.models.tokenizers import load_tokenizer
@@ -41,6 +42,12 @@ def flags(vlm: Path, data: Path, *further: str) -> list[str]:
     if json.loads((Path(vlm) / "config.json").read_text())["model_type"] in ASKED:
         words += ["--with_images", "True"]
     return words + ["--eval_fraction", "0", *further]
+
+
+def source_of(config: Any, vlm: str, tokenizer: Any, device: torch.device) -> Any:
+    """The images of a run with one model; None if it sees none."""
+    sources = sources_of_roles(config, {"model": vlm}, config.run.dtype, tokenizer, device)
+    return sources.get("model")
 
 
 def alone_inputs(row: dict[str, Any], processor: Any, side: int = 0) -> dict[str, Tensor]:

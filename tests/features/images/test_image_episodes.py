@@ -11,6 +11,7 @@ from features.images.image_runs import (
     alone_inputs,
     flags_of_prompts,
     prepared_prompts,
+    source_of,
     write_pictures,
     write_rows,
 )
@@ -30,7 +31,6 @@ from dschat_ppo.features.environments.tool_environments import VerlEnvironment
 from dschat_ppo.features.environments.turns import EpisodeRecord, EpisodeTurns
 from dschat_ppo.features.images.checks import check_trained_model
 from dschat_ppo.features.images.columns import ROW_OF_IMAGES
-from dschat_ppo.features.images.given_embeddings import source_of
 from dschat_ppo.models.given_embeddings import GivenSource
 from dschat_ppo.models.loading import changes_to_train, load_causal_lm, load_config
 from dschat_ppo.ppo.rollouts import RolloutTask

@@ -10,6 +10,7 @@ from features.images.image_runs import (
     flags,
     prepared,
     prepared_pairs,
+    source_of,
     write_pictures,
     write_rows,
 )
@@ -28,7 +29,6 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.images import processors
-from dschat_ppo.features.images.given_embeddings import source_of
 from dschat_ppo.features.images.step_data import read_by_model
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.loading import (

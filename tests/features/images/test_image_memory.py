@@ -11,6 +11,7 @@ from features.images.image_runs import (
     flags,
     flags_of_prompts,
     prepared_prompts,
+    source_of,
     write_pictures,
     write_rows,
 )
@@ -18,7 +19,6 @@ from tiny_vlms import FAMILIES, save_tiny_vlm, tiny_vlm_config
 from transformers import AutoModelForImageTextToText
 
 from dschat_ppo.config.cli import parse
-from dschat_ppo.features.images.given_embeddings import source_of
 from dschat_ppo.features.images.lm_kinds import OF_IMAGES
 from dschat_ppo.features.images.memory import tower_numbers
 from dschat_ppo.features.images.tower import load_tower

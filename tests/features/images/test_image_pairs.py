@@ -3,14 +3,13 @@ answers (KTO), against transformers' own pass over each row alone."""
 
 import pytest
 import torch
-from features.images.image_runs import alone_inputs, write_pictures, write_rows
+from features.images.image_runs import alone_inputs, source_of, write_pictures, write_rows
 from features.images.image_runs import prepared_pairs as prepared
 from one_rank import one_rank  # noqa: F401
 from tiny_vlms import plain_logprobs, save_tiny_vlm
 from transformers import AutoModelForImageTextToText
 
 from dschat_ppo.data.prepare import TokenRows
-from dschat_ppo.features.images.given_embeddings import source_of
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.loading import changes_to_train, load_causal_lm
 from dschat_ppo.models.wrapped_models import PolicyModel

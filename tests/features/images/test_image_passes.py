@@ -9,6 +9,7 @@ from features.images.image_runs import (
     alone_inputs,
     each_row_alone,
     prepared,
+    source_of,
     write_pictures,
     write_rows,
 )
@@ -18,7 +19,6 @@ from transformers import AutoModelForImageTextToText
 
 from dschat_ppo.data.batches import collate_sft
 from dschat_ppo.features.images import processors
-from dschat_ppo.features.images.given_embeddings import source_of
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.loading import changes_to_train, load_causal_lm
 from dschat_ppo.models.pass_rows import PassRows

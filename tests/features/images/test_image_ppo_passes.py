@@ -10,6 +10,7 @@ import torch
 from features.images.image_runs import (
     alone_inputs,
     prepared_prompts,
+    source_of,
     write_pictures,
     write_rows,
 )
@@ -22,7 +23,6 @@ from transformers import AutoModelForImageTextToText
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.features.images import processors
 from dschat_ppo.features.images.columns import ROW_OF_IMAGES
-from dschat_ppo.features.images.given_embeddings import source_of
 from dschat_ppo.features.images.tower import ImageTower
 from dschat_ppo.models.loading import changes_to_train, load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel

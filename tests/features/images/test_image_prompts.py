@@ -8,6 +8,7 @@ import torch
 from features.images.image_runs import (
     alone_inputs,
     prepared_prompts,
+    source_of,
     write_pictures,
     write_rows,
 )
@@ -20,7 +21,6 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.features.images.checks import check_trained_model
 from dschat_ppo.features.images.columns import ROW_OF_IMAGES
 from dschat_ppo.features.images.content import SPANS, RowImages
-from dschat_ppo.features.images.given_embeddings import source_of
 from dschat_ppo.features.images.lm_kinds import OF_IMAGES
 from dschat_ppo.features.images.references import ImagePlaces
 from dschat_ppo.models.given_embeddings import given_arguments

@@ -9,12 +9,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from features.images.image_runs import prepared, prepared_prompts, write_pictures, write_rows
+from features.images.image_runs import (
+    prepared,
+    prepared_prompts,
+    source_of,
+    write_pictures,
+    write_rows,
+)
 from PIL import Image
 from tiny_vlms import noise, save_tiny_vlm
 
 from dschat_ppo.data.prompt_contents import prompt_content, readable_prompts, unpadded_ids
-from dschat_ppo.features.images.given_embeddings import source_of
 from dschat_ppo.features.images.image_files import ImageFile
 from dschat_ppo.html_report.page import write_report
 from dschat_ppo.ppo.rollouts import prompt_batch

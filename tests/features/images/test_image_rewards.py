@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from features.images.image_runs import alone_inputs, flags, write_pictures, write_rows
+from features.images.image_runs import alone_inputs, flags, source_of, write_pictures, write_rows
 from features.images.image_runs import prepared_pairs as prepared
 from one_rank import one_rank  # noqa: F401
 from safetensors.torch import load_file
@@ -20,7 +20,6 @@ from transformers import AutoModel
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.images.checks import check_trained_model
-from dschat_ppo.features.images.given_embeddings import source_of
 from dschat_ppo.features.images.lm_kinds import OF_IMAGES
 from dschat_ppo.models.adapters.settings import AdapterSettings
 from dschat_ppo.models.kernel_selection import select_kernels

@@ -9,6 +9,7 @@ import torch
 from features.images.image_runs import (
     alone_inputs,
     prepared_prompts,
+    source_of,
     write_pictures,
     write_rows,
 )
@@ -17,7 +18,6 @@ from tiny_vlms import plain_logprobs, save_tiny_vlm
 from transformers import AutoModelForImageTextToText
 
 from dschat_ppo.features.images import processors
-from dschat_ppo.features.images.given_embeddings import source_of
 from dschat_ppo.models.backbone import has_states
 from dschat_ppo.models.loading import changes_to_train, load_causal_lm
 from dschat_ppo.ppo.rollouts import prompt_batch

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from features.images.image_runs import flags, prepared, write_pictures, write_rows
+from features.images.image_runs import flags, prepared, source_of, write_pictures, write_rows
 from tiny_models import new_model
 from tiny_vlms import save_tiny_vlm, tiny_vlm_tokenizer
 from transformers import AutoModelForImageTextToText
@@ -16,7 +16,6 @@ from dschat_ppo.data.batches import collate_sft
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.images.checks import check_trained_model
 from dschat_ppo.features.images.content import IMAGES
-from dschat_ppo.features.images.given_embeddings import source_of
 from dschat_ppo.features.images.processors import load_processor
 from dschat_ppo.features.images.saved_parts import beside_of
 from dschat_ppo.features.images.step_data import read_by_model
@@ -139,7 +138,6 @@ def test_fewer_pixels_for_a_model_of_qwen(folder, tmp_path):
     [
         ["--streaming", "True", "--streaming_rows", "8"],
         ["--sequence_parallel_size", "2"],
-        ["--teacher_model_name_or_path", "teacher"],
         ["--resize_vocabulary", "True"],
     ],
     ids=lambda words: words[0],
@@ -169,7 +167,8 @@ def test_a_run_without_images_does_not_need_pillow():
     code = (
         "import sys\n"
         "from dschat_ppo.features import hooks\n"
-        "for name in ('lm_kinds.kinds_of', 'given_embeddings.source_of', 'saved_parts.beside_of',\n"
+        "for name in ('lm_kinds.kinds_of', 'given_embeddings.sources_of_roles',\n"
+        "             'saved_parts.beside_of',\n"
         "             'step_data.read_by_model', 'checks.check_trained_model',\n"
         "             'checks.check_readers', 'prompt_contents.content_of'):\n"
         "    assert hooks(name), name\n"

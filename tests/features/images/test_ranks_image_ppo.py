@@ -31,6 +31,9 @@ PAIRS = [
 REWARD = "def letters(responses):\n    return [len(response) % 7 for response in responses]\n"
 GRPO = ["--use_reward_model", "False", "--advantage_estimator", "grpo"]
 GRPO += ["--n_samples_per_prompt", "4"]
+# the teacher has another tower; the answers of the second step are those of the data
+TAUGHT = ["--use_reward_model", "False", "--advantage_estimator", "none"]
+TAUGHT += ["--teacher_model_name_or_path", "TEACHER", "--distill_on", "mix:0.5"]
 TOWER = ["--train_vision_tower", "True", "--train_projector", "True"]
 
 
@@ -54,15 +57,21 @@ def runs(tmp_path_factory):
     (folder / "pairs").mkdir()
     write_pictures(folder / "pairs")
     pairs = write_rows(folder / "pairs", PAIRS)
+    (folder / "answers").mkdir()
+    write_pictures(folder / "answers")
+    answers = write_rows(folder / "answers", [row | {"response": "it is"} for row in ROWS])
     (folder / "letters.py").write_text(REWARD)
     families = {"ppo": "qwen3_vl", "grpo": "idefics3", "gemma": "gemma3", "qwen": "qwen3_5"}
+    families["taught"] = "idefics3"
     vlms = {family: save_tiny_vlm(folder / family, family) for family in families.values()}
+    save_tiny_vlm(folder / "teacher", "idefics3", seed=5)
     words = flags(vlms["qwen3_vl"], pairs, "--objective", "reward", "--max_steps", "1")
     words[words.index("1,0,0")] = "0,1,0"
     words[words.index("--output_dir") + 1] = str(folder / "reward")
     ended = run_steps({"reward": ("reward", words)}, folder, ranks=1)
     assert ended["reward"]["error"] is None, ended
     function = ["--reward_function", f"{folder}/letters.py:letters"]
+    taught = [*TAUGHT, "--eval_reward_function", f"{folder}/letters.py:letters"]
     critic = ["--critic_model_name_or_path", str(folder / "reward"), "--critic_zero_stage"]
     stage = "--actor_zero_stage"
     no_cache = ["--image_cache_gb", "0"]
@@ -78,11 +87,16 @@ def runs(tmp_path_factory):
         "ppo_tower": [*critic, "3", stage, "3", "--enable_ema", "True", *TOWER],
         "ppo_tower_resumed": [*critic, "3", stage, "3", "--enable_ema", "True", *TOWER, *no_cache],
         "grpo_tower": [*GRPO, *function, stage, "2", *TOWER],
+        "taught": [*taught, stage, "3"],
+        "taught_resumed": [*taught, stage, "3", *no_cache],
+        "taught_alone": [*taught, stage, "0"],
         "ppo_alone": [*critic, "0", stage, "0"],
         "grpo_alone": [*GRPO, *function, stage, "0"],
         "ppo_tower_alone": [*critic, "0", stage, "0", *TOWER],
         "grpo_tower_alone": [*GRPO, *function, stage, "0", *TOWER],
     }
+    for name, further in cases.items():
+        cases[name] = [str(folder / "teacher") if word == "TEACHER" else word for word in further]
     for name in ("gemma", "qwen"):
         cases[name] = [*GRPO, *function, stage, "3"]
         cases[f"{name}_alone"] = cases["grpo_alone"]
@@ -92,7 +106,8 @@ def runs(tmp_path_factory):
             if name.endswith("alone") != (ranks == 1):
                 continue
             vlm = vlms[families[name.partition("_")[0]]]
-            command = words_of(vlm, data, ranks, *further)
+            prompts = answers if name.startswith("taught") else data
+            command = words_of(vlm, prompts, ranks, *further)
             command[command.index("--output_dir") + 1] = str(folder / name)
             of_ranks[name] = ("ppo", command)
             if name.endswith("resumed"):
@@ -106,13 +121,13 @@ def runs(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo", "ppo_tower"])
+@pytest.mark.parametrize("name", ["ppo", "grpo", "ppo_tower", "taught"])
 def test_a_resumed_run_has_the_bits_of_the_whole_one(runs, name):
     """Also without a cache of what the tower made, as the resumed one is."""
     assert numbers_of(runs / f"{name}_resumed") == numbers_of(runs / name)
     for role in ("actor", "critic", "actor_ema"):
         if not (runs / name / role).is_dir():
-            assert role != "actor" and name == "grpo"
+            assert role != "actor" and name in ("grpo", "taught")
             continue
         of_whole = load_file(runs / name / role / "model.safetensors")
         resumed = load_file(runs / f"{name}_resumed" / role / "model.safetensors")
@@ -127,6 +142,7 @@ def test_a_resumed_run_has_the_bits_of_the_whole_one(runs, name):
         ("ppo", "ppo_alone"),
         ("grpo", "grpo_stage0"),
         ("grpo", "grpo_alone"),
+        ("taught", "taught_alone"),
         ("gemma", "gemma_alone"),
         ("qwen", "qwen_alone"),
         ("ppo_tower", "ppo_tower_alone"),
@@ -135,7 +151,14 @@ def test_a_resumed_run_has_the_bits_of_the_whole_one(runs, name):
 )
 def test_zero_stages_and_ranks_do_not_change_the_run(runs, one, other):
     for of_one, of_other in zip(numbers_of(runs / one), numbers_of(runs / other), strict=True):
-        for name in ("policy/loss", "reward/score_mean", "value/loss", "eval/score", "kl/mean"):
+        for name in (
+            "policy/loss",
+            "distill/divergence",
+            "reward/score_mean",
+            "value/loss",
+            "eval/score",
+            "kl/mean",
+        ):
             if name in of_one:
                 assert of_one[name] == pytest.approx(of_other[name], abs=2e-5), name
 

@@ -5,14 +5,13 @@ import json
 
 import pytest
 import torch
-from features.images.image_runs import flags, prepared_pairs, write_pictures, write_rows
+from features.images.image_runs import flags, prepared_pairs, source_of, write_pictures, write_rows
 from launch import numbers_of, run_steps
 from peft import PeftModel
 from safetensors.torch import load_file
 from tiny_vlms import noise, plain_logprobs, save_tiny_vlm, tiny_image_processor
 from transformers import AutoModelForImageTextToText
 
-from dschat_ppo.features.images.given_embeddings import source_of
 from dschat_ppo.features.images.inputs import ImageInputs
 from dschat_ppo.features.images.lm_kinds import OF_IMAGES
 from dschat_ppo.features.images.tower import load_tower
@@ -58,6 +57,13 @@ RUNS = {
     "reward": ("qwen3_vl", 3, ["--objective", "reward"]),
     # most of its passes have no image on one rank, and some on none
     "tower": ("idefics3", 3, ["--train_vision_tower", "True", "--train_projector", "True"]),
+    # the teacher has another tower, which does not train
+    "taught": ("idefics3", 3, ["--teacher_model_name_or_path", "TEACHER"]),
+    "taught_tower": (
+        "idefics3",
+        0,
+        ["--teacher_model_name_or_path", "TEACHER", "--train_vision_tower", "True"],
+    ),
     "reward_lora": ("idefics3", 0, ["--objective", "reward", *LORA]),
     "reward_resumed": ("qwen3_vl", 3, ["--objective", "reward"]),
 }
@@ -76,6 +82,7 @@ def case_of(folder, name: str) -> tuple:
         words[words.index("1,0,0")] = "0,1,0"
         pairs = str(folder / "pairs/rows.jsonl")
         words = [pairs if word == str(data) else word for word in words]
+    words = [str(folder / "teacher") if word == "TEACHER" else word for word in words]
     if name.endswith("resumed"):
         return step, words, ["step_000002", None]
     return step, words
@@ -101,6 +108,7 @@ def runs(tmp_path_factory):
         write_rows(rows_folder, rows)
     for family in ("idefics3", "qwen3_vl"):
         save_tiny_vlm(folder / family, family)
+    save_tiny_vlm(folder / "teacher", "idefics3", seed=5)
     run_cases(folder, [name for name in RUNS if name != RUN_OF_A_RELEASE])
     return folder
 
@@ -117,6 +125,17 @@ def test_all_zero_stages_give_the_same_losses(runs):
     assert len(losses(runs / "qwen")) == 4
     # DPO begins at log 2, also in steps in which one rank has no image
     assert losses(runs / "dpo")[0] == pytest.approx(0.6931, abs=1e-3)
+
+
+def test_a_teacher_that_sees_the_images_is_approached(runs):
+    """Whether the tower of the student trains or not; the first divergence is the same."""
+    first_divergences = []
+    for name in ("taught", "taught_tower"):
+        lines = [line for line in numbers_of(runs / name) if "divergence" in line]
+        first_divergences.append(lines[0]["divergence"])
+        [*_, last] = [line for line in numbers_of(runs / name) if "eval_divergence" in line]
+        assert 0 < last["eval_divergence"] < 0.9 * lines[0]["divergence"]
+    assert first_divergences[0] == pytest.approx(first_divergences[1], abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from features.images.image_runs import alone_inputs, prepared_prompts, write_pictures, write_rows
+from features.images.image_runs import (
+    alone_inputs,
+    prepared_prompts,
+    source_of,
+    write_pictures,
+    write_rows,
+)
 from one_rank import one_rank  # noqa: F401
 from tiny_vlms import plain_logprobs, save_tiny_vlm
 from transformers import AutoModelForImageTextToText
 
-from dschat_ppo.features.images.given_embeddings import source_of
 from dschat_ppo.models.loading import changes_to_train, load_causal_lm
 from dschat_ppo.models.wrapped_models import PolicyModel, response_logprobs
 from dschat_ppo.ppo.rollouts import prompt_batch

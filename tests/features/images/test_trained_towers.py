@@ -11,6 +11,7 @@ from features.images.image_runs import (
     each_row_alone,
     flags,
     prepared,
+    source_of,
     write_pictures,
     write_rows,
 )
@@ -21,7 +22,6 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import collate_sft
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.images.checks import check_trained_model
-from dschat_ppo.features.images.given_embeddings import source_of
 from dschat_ppo.features.images.step_data import read_by_model
 from dschat_ppo.models.loading import changes_to_train, load_causal_lm, load_config
 from dschat_ppo.models.tokenizers import load_tokenizer
