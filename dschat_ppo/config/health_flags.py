@@ -141,8 +141,8 @@ CORE_PPO_RULES: tuple[Rule, ...] = (
         0.1,
         "many answers have no score and leave their groups, so that failing costs the policy less"
         " than a bad score",
-        "let the environment or the reward function catch what the model's text can cause, and"
-        " score it; or give such answers a score with --reward_default NUMBER",
+        "let the code that the warnings name catch what the model's text can cause, and score it;"
+        " or give such answers a score with --reward_default NUMBER",
     ),
     Rule(
         "duplicate_answers",
@@ -153,17 +153,6 @@ CORE_PPO_RULES: tuple[Rule, ...] = (
         "the policy collapses to few answers, or the sampling is nearly greedy",
         "raise --kl_coef or --entropy_coef, or sample with a higher --temperature, --top_p or"
         " --top_k",
-    ),
-    Rule(
-        "observations_invented",
-        "warning",
-        "episode/invented_observations",
-        "above it",
-        0.1,
-        "the model writes what its tools or its environment would answer, instead of ending its"
-        " turn, and goes on from that",
-        "end its turn there (--stop_token_ids with the token that begins an observation), train"
-        " step 1 on rows whose calls end the turn, or score such answers lower",
     ),
     Rule(
         "reward_exploited",

@@ -112,10 +112,6 @@ CASES = {
         lasting(11, reward__equal_groups_share=0.9, value__explained_variance=math.nan),
         ["0.91", "0.9", "11 steps"],
     ),
-    "observations_invented": (
-        *at_once("episode/invented_observations", 0.11, 0.1),
-        ["0.11", "0.1"],
-    ),
     "answers_left": (*at_once("rollout/left_share", 0.11, 0.1), ["0.11", "0.1"]),
     "duplicate_answers": (
         *at_once("rollout/distinct_share", 0.49, 0.51),
