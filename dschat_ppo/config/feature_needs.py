@@ -35,6 +35,7 @@ class Needs:
     reference: bool = False  # that of step 3
     # of all policies, which are compared over all tokens and not only over the sampled ones
     whole_distributions: bool = False
+    whole_rows: str | None = None  # what of it needs rows that no ranks share
     policy_loss: bool = False  # it gives advantages, without rewards too
     eval_metrics: Sequence[str] = ()  # of an evaluation in step 1
     # Prefixes of the flags of models of which the weights of the folder stay as they are, while

@@ -15,7 +15,8 @@ from dschat_ppo.features.environments.flags import EnvironmentFlags
 
 
 def refuse(config: StepConfig) -> None:
-    """Refuse flags of other responses beside those of agents."""
+    """Refuse flags of other responses beside those of agents. Flags that do not fit any episode are
+    refused by `environments`."""
     if not isinstance(config, PPOConfig):
         return
     flags = config.of(AgentFlags)
@@ -25,42 +26,22 @@ def refuse(config: StepConfig) -> None:
     name = "--agent"
     if flags.agent is None:
         name = "--agent_command"
-    if config.ppo.min_answer_seq_len > 0:
-        raise UserError(f"--min_answer_seq_len is not for {name}: a call may be short; omit it")
     if config.ppo.repetition_penalty != 1:
         raise UserError(
             f"--repetition_penalty {config.ppo.repetition_penalty} is not for {name}; omit it"
         )
-    estimator = config.algorithm.advantage_estimator
-    if config.of(EnvironmentFlags).turn_reward == "to_go" and estimator in ("remax", "gdpo"):
+    if config.value("teacher_prompt_column"):
         raise UserError(
-            f"--advantage_estimator {estimator} compares scores of whole episodes; use"
-            " --turn_reward sum"
+            f"--teacher_prompt_column is not for {name}, whose rows are conversations; omit it"
         )
-    ranks_of_group = config.value("inference_tp_size") or 1
-    if ranks_of_group > 1:
-        raise UserError(
-            f"--inference_tp_size {ranks_of_group}: the ranks of a group would each run the agents"
-            " of all; set it to 1"
-        )
-    for refused in ("teacher_prompt_column", "process_reward"):
-        if config.value(refused):
-            raise UserError(f"--{refused} is not for {name}, whose rows are conversations; omit it")
-    learned_on = config.value("distill_on") or "policy"
-    if learned_on != "policy":
-        raise UserError(f"--distill_on {learned_on} is not for {name}; set it to policy")
 
 
 def refuse_evaluation(args: argparse.Namespace, flags: HasFeatures) -> None:
-    """Refuse flags of `tools.evaluate` for single responses beside those of agents."""
+    """Refuse flags of `tools.evaluate` beside those of agents."""
     agent_flags = flags.of(AgentFlags)
     if not agent_flags.is_used:
         return
     _check_agent(agent_flags, flags.of(EnvironmentFlags))
-    if args.write_best or args.write_pairs:
-        raise UserError(
-            "--write_best and --write_pairs are for single answers, not for episodes; omit them"
-        )
 
 
 def _check_agent(flags: AgentFlags, environment_flags: EnvironmentFlags) -> None:

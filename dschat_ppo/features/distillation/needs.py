@@ -11,6 +11,8 @@ from dschat_ppo.features.distillation.flags import (
     TeacherFlags,
 )
 
+_DIVERGENCE = "a divergence from a teacher"
+
 
 def needs_of(config: StepConfig) -> Needs:
     """The teachers and, with their divergence as a loss, whole distributions of all policies."""
@@ -19,7 +21,12 @@ def needs_of(config: StepConfig) -> Needs:
         models = _teacher_models(flags)
         if not models:
             return Needs()
-        return Needs(models, whole_distributions=True, eval_metrics=["divergence"])
+        return Needs(
+            models,
+            whole_distributions=True,
+            whole_rows=_DIVERGENCE,
+            eval_metrics=["divergence"],
+        )
     if config.kind == "ppo":
         return _needs_of_ppo(config.of(DistillationFlags))
     return Needs()
@@ -28,10 +35,14 @@ def needs_of(config: StepConfig) -> Needs:
 def _needs_of_ppo(flags: DistillationFlags) -> Needs:
     if not flags.distils:
         return Needs()
+    whole_rows = None
+    if flags.loss_coef > 0:
+        whole_rows = _DIVERGENCE
     return Needs(
         models=_teacher_models(flags),
         reference=not flags.teachers,  # it is the teacher
         whole_distributions=flags.loss_coef > 0,
+        whole_rows=whole_rows,
         policy_loss=flags.gives_advantages,
     )
 

@@ -23,21 +23,17 @@ def refuse(config: StepConfig) -> None:
 
 
 def _refuse_of_sft(config: Any, flags: SFTTeacherFlags) -> None:
-    has_teacher = bool(flags.teachers)
-    _check_fit(config, flags, "--zero_stage", config.fit.zero_stage, compares=has_teacher)
+    _check_offload(flags, "--zero_stage", config.fit.zero_stage)
     require_used(
-        flags, "distill_coef distill_loss distill_topk", when=has_teacher, purpose=_WITH_TEACHER
+        flags,
+        "distill_coef distill_loss distill_topk",
+        when=bool(flags.teachers),
+        purpose=_WITH_TEACHER,
     )
 
 
-def _check_fit(config: Any, flags: Any, stage_flag: str, stage: int, compares: bool) -> None:
-    """Refuse what divides rows or weights in another way than teachers need. `compares`: whether
-    whole distributions are compared with theirs."""
-    if compares and config.ranks_of_row > 1:
-        raise UserError(
-            f"--sequence_parallel_size {config.ranks_of_row}: a divergence from a teacher needs"
-            " whole rows on a rank; use 1"
-        )
+def _check_offload(flags: Any, stage_flag: str, stage: int) -> None:
+    """Refuse teachers in host memory at another ZeRO stage than 3."""
     if flags.offload_teacher_model and stage < 3:
         raise UserError(
             f"--offload_teacher_model needs {stage_flag} 3: only ZeRO-3 keeps parameters in host"
@@ -68,8 +64,7 @@ def _refuse_of_ppo(config: Any, flags: DistillationFlags) -> None:
             " they take --advantage_estimator none and one answer to a prompt"
             " (--n_samples_per_prompt 1), and neither episodes nor --distill_policy_gradient"
         )
-    stage = config.ppo.actor_zero_stage
-    _check_fit(config, flags, "--actor_zero_stage", stage, compares=flags.loss_coef > 0)
+    _check_offload(flags, "--actor_zero_stage", config.ppo.actor_zero_stage)
     with_divergence_loss = _WITH_TEACHER
     if flags.distils:
         with_divergence_loss = f"the loss of a divergence ({TEACHER})"

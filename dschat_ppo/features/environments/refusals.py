@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from dschat_ppo.config.feature_flags import HasFeatures
+from dschat_ppo.config.feature_flags import HasFeatures, features_observe
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError
@@ -12,33 +12,26 @@ from dschat_ppo.features.environments.flags import EnvironmentFlags, refuse_unus
 
 
 def refuse(config: StepConfig) -> None:
-    """Refuse flags of single responses beside those of episodes."""
+    """Refuse flags of single responses beside those of episodes, whoever plays them."""
     if not isinstance(config, PPOConfig):
         return
     refuse_unused(config)
-    flags = config.of(EnvironmentFlags)
-    if not flags.is_used:
+    if not features_observe(config):
         return
     if config.ppo.min_answer_seq_len > 0:
         raise UserError("--min_answer_seq_len is not for episodes: an action may be short; omit it")
     estimator = config.algorithm.advantage_estimator
-    if flags.turn_reward == "to_go" and estimator in ("remax", "gdpo"):
+    if config.of(EnvironmentFlags).turn_reward == "to_go" and estimator in ("remax", "gdpo"):
         raise UserError(
             f"--advantage_estimator {estimator} compares scores of whole episodes; use"
             " --turn_reward sum"
-        )
-    ranks_of_group = config.value("inference_tp_size") or 1
-    if ranks_of_group > 1:
-        raise UserError(
-            f"--inference_tp_size {ranks_of_group}: the ranks of a group would each run the"
-            " episodes of all; set it to 1"
         )
 
 
 def refuse_evaluation(args: argparse.Namespace, flags: HasFeatures) -> None:
     """Refuse flags of `tools.evaluate` for single responses beside those of episodes."""
     refuse_unused(flags)
-    if not flags.of(EnvironmentFlags).is_used:
+    if not features_observe(flags):
         return
     if args.write_best or args.write_pairs:
         raise UserError(

@@ -9,6 +9,7 @@ from dschat_ppo.config.feature_flags import FeatureFlags
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError
+from dschat_ppo.features import hooks
 from dschat_ppo.features.exact_rollout.flags import ExactRolloutFlags
 
 MKL_MODE = "MKL_CBWR"  # the variable by which MKL adds in one order
@@ -42,7 +43,8 @@ def _refuse_mode_of_mkl() -> None:
 
 
 def _reason_not_exact(config: PPOConfig) -> str | None:
-    """Why rollouts cannot be exact with these flags, and the way out; None if they can be."""
+    """Why rollouts cannot be exact with these flags, and the way out; None if they can be. Another
+    feature offers the same of its flags as `refusals.reason_not_exact`."""
     ppo = config.ppo
     if ppo.rollout_engine == "padded":
         return "it is for continuous batching; omit --rollout_engine padded"
@@ -53,10 +55,5 @@ def _reason_not_exact(config: PPOConfig) -> str | None:
     if config.memory.attn_implementation != "auto":
         choice = config.memory.attn_implementation
         return f"--attn_implementation {choice} adds in another order; omit it"
-    if config.ranks_of_row > 1:
-        return "ranks that share rows add in another order; omit --sequence_parallel_size"
-    if (config.value("inference_tp_size") or 1) > 1:
-        return "divided layers add in another order; omit --inference_tp_size"
-    if config.value("actor_lora_dim"):
-        return "adapters are merged into the weights while it generates; omit --actor_lora_dim"
-    return None
+    reasons: list[str | None] = [reason(config) for reason in hooks("refusals.reason_not_exact")]
+    return next((reason for reason in reasons if reason is not None), None)

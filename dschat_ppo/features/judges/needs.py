@@ -6,13 +6,18 @@ from dschat_ppo.config.feature_flags import HasFeatures
 from dschat_ppo.config.feature_needs import FurtherModel, Needs
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.features.judges.flags import JudgeFlags, TrainingJudgeFlags
+from dschat_ppo.features.judges.spec import FLAG
 
 
 def needs_of(config: StepConfig) -> Needs:
     """The models of the judges."""
     if config.kind != "ppo":
         return Needs()
-    return Needs(_judge_models(config.of(TrainingJudgeFlags), config.value("offload_judge_models")))
+    flags = config.of(TrainingJudgeFlags)
+    whole_rows = None
+    if flags.roles:
+        whole_rows = FLAG
+    return Needs(_judge_models(flags, flags.offload_judge_models), whole_rows=whole_rows)
 
 
 def models_of_evaluation(features: HasFeatures) -> list[FurtherModel]:

@@ -10,22 +10,16 @@ from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.judges.flags import JudgeFlags, TrainingJudgeFlags
-from dschat_ppo.features.judges.spec import EVALUATION_FLAG, FLAG, PAIRS, JudgeSpec
+from dschat_ppo.features.judges.spec import EVALUATION_FLAG, PAIRS, JudgeSpec
 
 
 def refuse(config: StepConfig) -> None:
-    """Refuse templates that cannot be used, and flags that divide rows or weights in another way
-    than judges need."""
+    """Refuse judges that cannot be used, or not with the other flags."""
     if not isinstance(config, PPOConfig):
         return
     flags = config.of(TrainingJudgeFlags)
     if not flags.all_specs:
         return
-    if config.ranks_of_row > 1 and flags.roles:
-        raise UserError(
-            f"--sequence_parallel_size {config.ranks_of_row}: {FLAG} needs whole rows on a rank;"
-            " use 1"
-        )
     if flags.offload_judge_models and config.ppo.actor_zero_stage < 3:
         raise UserError(
             "--offload_judge_models needs --actor_zero_stage 3: only ZeRO-3 keeps parameters in"

@@ -32,6 +32,13 @@ def refuse(config: StepConfig) -> None:
         _refuse_in_ppo(config)
 
 
+def reason_not_exact(config: PPOConfig) -> str | None:
+    """Why rollouts of an actor with LoRA are not exact."""
+    if config.of(PPOLoraFlags).actor_lora_dim > 0:
+        return "adapters are merged into the weights while it generates; omit --actor_lora_dim"
+    return None
+
+
 def _refuse_quantised_weights(
     config: StepConfig, flags: AdapterFlags, adapted: Sequence[str]
 ) -> None:

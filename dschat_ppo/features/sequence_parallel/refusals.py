@@ -15,19 +15,26 @@ def sharing_ranks(config: StepConfig) -> int:
 
 
 def refuse(config: Any) -> None:
-    """Refuse what compares whole distributions where ranks share rows."""
+    """Refuse what needs whole rows where ranks share rows."""
     size = sharing_ranks(config)
-    if size == 1 or config.kind != "ppo":
+    if size == 1:
         return
-    algorithm = config.algorithm
-    for flag, estimator in (
-        ("--kl_estimator", algorithm.kl_estimator),
-        ("--kl_loss_estimator", algorithm.kl_loss_estimator),
-    ):
-        if estimator == "full":
-            raise UserError(
-                f"--sequence_parallel_size {size}: {flag} full needs whole rows on a rank; use 1"
-            )
+    in_need = [needs.whole_rows for needs in config.needs if needs.whole_rows is not None]
+    if config.kind == "ppo" and config.algorithm.kl_estimator == "full":
+        in_need.append("--kl_estimator full")
+    if config.kind == "ppo" and config.algorithm.kl_loss_estimator == "full":
+        in_need.append("--kl_loss_estimator full")
+    if in_need:
+        raise UserError(
+            f"--sequence_parallel_size {size}: {in_need[0]} needs whole rows on a rank; use 1"
+        )
+
+
+def reason_not_exact(config: StepConfig) -> str | None:
+    """Why rollouts are not exact where ranks share rows."""
+    if sharing_ranks(config) > 1:
+        return "ranks that share rows add in another order; omit --sequence_parallel_size"
+    return None
 
 
 def check_ranks(config: StepConfig, ranks: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dschat_ppo.config.feature_flags import features_observe
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError
@@ -9,7 +10,8 @@ from dschat_ppo.features.tensor_parallel.flags import TensorParallelFlags
 
 
 def refuse(config: StepConfig) -> None:
-    """Refuse to divide layers that each rank gathers whole."""
+    """Refuse to divide layers that each rank gathers whole, and responses that programs write with
+    the ranks of a group."""
     if not isinstance(config, PPOConfig):
         return
     ranks_of_group = config.of(TensorParallelFlags).inference_tp_size
@@ -20,6 +22,18 @@ def refuse(config: StepConfig) -> None:
             f"--inference_tp_size {ranks_of_group} divides the layers, and"
             " --unpin_actor_parameters gathers each layer whole; use one of the two"
         )
+    if features_observe(config):
+        raise UserError(
+            f"--inference_tp_size {ranks_of_group}: the ranks of a group would each run the"
+            " programs that take part in the responses of all; set it to 1"
+        )
+
+
+def reason_not_exact(config: PPOConfig) -> str | None:
+    """Why rollouts with divided layers are not exact."""
+    if config.of(TensorParallelFlags).inference_tp_size > 1:
+        return "divided layers add in another order; omit --inference_tp_size"
+    return None
 
 
 def idle(config: StepConfig) -> dict[str, str]:

@@ -18,18 +18,19 @@ CASES = [
     ("--max_contexts 3", "--max_contexts 3 has no effect: it is for --agent"),
     ("--max_context_len 30", "--max_context_len 30 has no effect"),
     ("--agent a.py:f --max_context_len 1", "--max_context_len 1: a conversation has at least 2"),
-    ("--agent a.py:f --min_answer_seq_len 2", "--min_answer_seq_len is not for --agent"),
+    ("--agent a.py:f --min_answer_seq_len 2", "--min_answer_seq_len is not for episodes"),
     ("--agent a.py:f --repetition_penalty 2", "--repetition_penalty 2.0 is not for --agent"),
     ("--agent a.py:f --max_observation_tokens 9", "--max_observation_tokens 9 has no effect"),
     ("--agent a.py:f --inference_tp_size 2", "--inference_tp_size 2: the ranks of a group"),
-    ("--agent a.py:f --process_reward min", "--process_reward is not for --agent"),
+    ("--agent a.py:f --process_reward min", "--process_reward scores the steps of one answer"),
     (
         "--agent a.py:f --advantage_estimator remax --turn_reward to_go",
         "--advantage_estimator remax compares scores of whole episodes",
     ),
     (
-        "--agent a.py:f --teacher_model_name_or_path t --distill_on data",
-        "--distill_on data is not for --agent",
+        "--agent a.py:f --advantage_estimator none --teacher_model_name_or_path t"
+        " --distill_on data",
+        "--distill_on data: answers of the data are no samples of the policy",
     ),
 ]
 
