@@ -2,11 +2,10 @@
 
     python -m dschat_ppo.tools.chat --model A [--compare B]
 
-/help lists the commands. A and B are model folders, adapter folders or hub names. Messages are
-rendered with the chat template of the tokenizer; without one, or with --apply_chat_template False
-for a model of text prompts, the texts of the conversation are joined as they are, and the model
-continues them. If input or output is not a terminal, each line of the input is a message and
-answers are plain lines.
+/help lists the commands. A and B are model folders or hub names. Messages are rendered with the
+chat template of the tokenizer; without one, or with --apply_chat_template False for a model of text
+prompts, the texts of the conversation are joined as they are, and the model continues them. If
+input or output is not a terminal, each line of the input is a message and answers are plain lines.
 """
 
 from __future__ import annotations
@@ -48,9 +47,7 @@ def chat_parser() -> FlagParser:
     )
     idle = flags_without_effect("chat")
     parser.advice = lambda name: idle.get(name, "")
-    parser.add_argument(
-        "--model", required=True, metavar="A", help="folder or hub name of a model or an adapter"
-    )
+    parser.add_argument("--model", required=True, metavar="A", help="folder or hub name of a model")
     parser.add_argument(
         "--compare", metavar="B", help="a second model, which answers the same messages"
     )

@@ -60,7 +60,7 @@ class ToolFlags:
     """Evaluation."""
 
     model: list[str] = flag(
-        [], "models or adapters, folders or hub names; wins are counted against the first"
+        [], "folders or hub names of models; wins are counted against the first"
     )
     decoding: Literal["greedy", "sampled", "both"] = flag("both", "how the models answer")
     samples: int = positive(1, "sampled answers to each prompt")

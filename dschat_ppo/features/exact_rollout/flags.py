@@ -24,8 +24,8 @@ FLAGS = {"ppo": ExactRolloutFlags, "evaluate": ExactRolloutFlags}
 NOTES = FlagNotes(
     descriptions={
         "evaluate": (
-            " With --exact_rollout, on a CPU, an answer and its log-probs depend on its prompt, its"
-            " seed and the weights alone, and are those of the same run of step 3."
+            "With --exact_rollout, on a CPU, an answer and its log-probs depend on its prompt, its"
+            " seed and the\nweights alone, and are those of the same run of step 3.\n"
         )
     }
 )

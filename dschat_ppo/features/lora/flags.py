@@ -124,6 +124,7 @@ class PPOLoraFlags(AdapterFlags):
 
 
 FLAGS = {"sft": LoraFlags, "reward": LoraFlags, "ppo": PPOLoraFlags}
+_ADAPTER_FOLDERS = "A model may also be a LoRA adapter, which is merged into its base model.\n"
 NOTES = FlagNotes(
     their_names={
         "lora_dim": "lora_r lora_rank use_peft",
@@ -131,6 +132,7 @@ NOTES = FlagNotes(
     },
     usual={(step, "memory"): "lora_dim" for step in ("sft", "reward", "dpo")},
     harmless=("lora_merge",),
+    descriptions={"evaluate": _ADAPTER_FOLDERS, "chat": _ADAPTER_FOLDERS},
 )
 
 
