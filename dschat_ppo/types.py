@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -100,17 +100,17 @@ class Rollout:
     prompt_mask: Tensor  # (B, P) bool, True on prompt tokens
     response_ids: Tensor  # (B, R) int64, right-padded
     # (B, R) bool, True on the tokens that the policy chose: up to and including the token that
-    # ended the response, without the observations of an episode
+    # ended the response, without observations
     response_mask: Tensor
     # (B, R) fp32, recorded while sampling: with the temperature, before top-k and top-p
     rollout_logprobs: Tensor
     finish_reason: Tensor  # (B,) int8, a `FinishReason`
-    # (B, R) int16, for episodes of several contexts: conversations that start anew. The number of
+    # (B, R) int16, for rows of several contexts: conversations that start anew. The number of
     # the context of each token, which ascends along the row; context 0 begins with the prompt, and
     # the prompts of the others are observed. Models read each one alone. None: rows have one
     contexts: Tensor | None = field(default=None, kw_only=True)
-    # (B,) int64, tokens after the prompt, chosen or observed; None where there are no observations
-    # and no row has left its group
+    # (B,) int64, tokens after the prompt, in the mask or not; None where all are in it: there are
+    # no observations, and no row has left its group
     episode_lengths: Tensor | None = field(default=None, kw_only=True)
     # columns of features, by name (`FEATURE_COLUMNS`)
     extra: dict[str, Tensor] = field(default_factory=dict, kw_only=True)
@@ -121,6 +121,12 @@ class Rollout:
         if self.episode_lengths is None:
             return self.response_mask.sum(dim=1)
         return self.episode_lengths
+
+    def with_lengths(self, lengths: Tensor) -> Self:
+        """The rows with these `response_lengths` (B,), which are stored if the mask says others."""
+        if bool((lengths == self.response_mask.sum(dim=1)).all()):
+            return replace(self, episode_lengths=None)
+        return replace(self, episode_lengths=lengths)
 
     @property
     def real_mask(self) -> Tensor:

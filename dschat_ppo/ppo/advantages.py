@@ -68,13 +68,8 @@ def empty_rows_without_score(rows: ScoredRollout) -> ScoredRollout:
         column = getattr(rows, name)
         if column is not None:
             masked_columns[name] = zero_outside(column, mask)
-    return replace(
-        rows,
-        response_mask=mask,
-        sampled_mask=rows.response_mask,
-        episode_lengths=rows.response_lengths,
-        **masked_columns,
-    )
+    emptied = replace(rows, response_mask=mask, sampled_mask=rows.response_mask, **masked_columns)
+    return emptied.with_lengths(rows.response_lengths)
 
 
 @dataclass(frozen=True)

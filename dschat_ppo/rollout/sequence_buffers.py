@@ -353,19 +353,16 @@ class SequenceBuffers:
         observed = self.observed[rows, : mask.shape[1]] & mask
         columns = self.prompt_lengths[rows].unsqueeze(1) + response_columns
         ids = self.token_ids[rows].gather(1, columns.clamp_max(self.width - 1))
-        episode_lengths = None
-        if bool(self.observed[rows].any()):
-            episode_lengths = lengths.clone()
-        return Rollout(
+        rollout = Rollout(
             prompt_ids=prompts.prompt_ids,
             prompt_mask=prompts.prompt_mask,
             response_ids=torch.where(mask, ids, 0),
             response_mask=mask & ~observed,
             rollout_logprobs=torch.where(mask, self.logprobs[rows, : mask.shape[1]], 0.0),
             finish_reason=self.finish_reasons[rows].clone(),
-            episode_lengths=episode_lengths,
             extra=prompts.extra,
         )
+        return rollout.with_lengths(lengths.clone())
 
 
 def empty_rollout(device: torch.device) -> Rollout:

@@ -151,11 +151,8 @@ def rollout_of_dialogues(dialogues: list[Dialogue], prompts: PromptBatch) -> Rol
         dialogue.history[len(dialogue.history) - dialogue.length :] for dialogue in dialogues
     ]
     lengths = torch.tensor([dialogue.length for dialogue in dialogues], device=device)
-    episode_lengths = None
-    if bool((lengths != mask.sum(dim=1)).any()):  # some observed something
-        episode_lengths = lengths
     reasons = [dialogue.finish_reason for dialogue in dialogues]
-    return Rollout(
+    rollout = Rollout(
         prompt_ids=prompts.prompt_ids,
         prompt_mask=prompts.prompt_mask,
         response_ids=pad_sequence(responses, batch_first=True),
@@ -164,6 +161,6 @@ def rollout_of_dialogues(dialogues: list[Dialogue], prompts: PromptBatch) -> Rol
             [dialogue.logprobs for dialogue in dialogues], batch_first=True
         ),
         finish_reason=torch.tensor(reasons, dtype=torch.int8, device=device),
-        episode_lengths=episode_lengths,
         extra=prompts.extra,
     )
+    return rollout.with_lengths(lengths)
