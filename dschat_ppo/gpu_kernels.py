@@ -141,11 +141,11 @@ def _rotation_kernel(  # noqa: PLR0913
     head = tl.arange(0, EVERY)[:, None]
     kind = output.dtype.element_ty
     every = heads + 2 * kv_heads
-    turns = head < heads + kv_heads
+    is_rotated = head < heads + kv_heads
     inside = (head < every) & (column < half)
     # `output` holds the heads of queries of all rows, then those of keys, then those of values,
     # which are not rotated.
-    before = tl.where(head < heads, 0, tl.where(turns, heads, heads + kv_heads))
+    before = tl.where(head < heads, 0, tl.where(is_rotated, heads, heads + kv_heads))
     offset = (
         rows * before + row * tl.where(head < heads, heads, kv_heads) + head - before
     ) * 2 * half + column
@@ -163,8 +163,8 @@ def _rotation_kernel(  # noqa: PLR0913
         sin_b = -sin_of_a
     new_a = (a * cos_a).to(kind).to(tl.float32) - (b * sin_a).to(kind).to(tl.float32)
     new_b = (b * cos_b).to(kind).to(tl.float32) + (a * sin_b).to(kind).to(tl.float32)
-    tl.store(output + offset, tl.where(turns, new_a, a).to(kind), mask=inside)
-    tl.store(output + offset + half, tl.where(turns, new_b, b).to(kind), mask=inside)
+    tl.store(output + offset, tl.where(is_rotated, new_a, a).to(kind), mask=inside)
+    tl.store(output + offset + half, tl.where(is_rotated, new_b, b).to(kind), mask=inside)
 
 
 def _rotate(

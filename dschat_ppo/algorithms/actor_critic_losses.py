@@ -233,7 +233,7 @@ def value_losses(
     """`0.5 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2)` of each token; all (B, R).
 
     The clipping of Schulman's PPO implementation (baselines `ppo2`, 2017), as in Ouyang et al.
-    2022. `old_values` are those when the rollout was scored; `clip_eps` 0 turns clipping off.
+    2022. `old_values` are those when the rollout was scored; with `clip_eps` 0 nothing is clipped.
 
     Returns (losses, clipped): fp32 with gradient, 0 outside the mask; bool, True where the clipped
     error is the larger one, so that the token has no gradient.

@@ -84,12 +84,12 @@ def _carried_back(terms: Tensor, factors: Tensor) -> Tensor:
 
 
 def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2016, eq. 16); an episode ends at the row's
-    last token.
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16); each row is a trajectory,
+    which ends at its last token.
 
     `delta_t = r_t + gamma V_{t+1} - V_t`, `A_t = delta_t + gamma lam A_{t+1}`, `returns = A + V`,
     with V and A after the last token 0. Where the mask has gaps, t + 1 is the row's next True
-    token: a token that the policy did not choose is not a step of the episode.
+    token: a token that the policy did not choose is not a step of the trajectory.
     """
     assert inputs.values is not None
     mask = inputs.response_mask

@@ -1,4 +1,4 @@
-"""What environments, services and agents answered, and the model's replies to agents, on the disk:
+"""What services and programs answered in rollouts, and what the model replied to them, on the disk:
 a PPO step that runs again after a crash asks for none of it again."""
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def load_saved(flag: str, state: Any, load: Callable[[Any], object]) -> None:
 
 
 def log_starts_from_scratch(flag: str) -> None:
-    """Log that the checkpoint holds no state of the part that this flag turns on."""
+    """Log that the checkpoint holds no state of the part that this flag enables."""
     logger().info(f"{flag}: was off when the checkpoint was saved, so it starts from scratch")
 
 

@@ -1,5 +1,5 @@
-"""The number of this process among the ranks, from the launcher's environment, and a port for those
-that have no launcher; without torch (see `common/dist.py`)."""
+"""The number of this process among the ranks, from the variables that the launcher sets, and a port
+for those that have no launcher; without torch (see `common/dist.py`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 
 
 def world_size() -> int:
-    """Number of ranks, from the launcher's environment: known before the process group exists."""
+    """Number of ranks, which the launcher sets: known before the process group exists."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

@@ -229,8 +229,8 @@ def _between_commas(word: str) -> list[str]:
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows a flag by its name with _ alone; its default, its other names, and the flag that turns
-    it off follow its text."""
+    """Shows a flag by its name with _ alone; its default, its other names, and the flag that
+    disables it follow its text."""
 
     def __init__(self, prog: str, **settings: Any):
         super().__init__(prog, max_help_position=34, **settings)

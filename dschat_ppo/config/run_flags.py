@@ -177,7 +177,7 @@ class RunFlags:
         """Flags of trackers that have no effect with the other flags -> the reason."""
         reasons: dict[str, str] = {}
         if "none" in self.report_to:
-            reasons["enable_tensorboard"] = "--report_to none turns all trackers off"
+            reasons["enable_tensorboard"] = "--report_to none disables all trackers"
             reasons["tracker"] = reasons["enable_tensorboard"]
         if not set(self.trackers) - {"tensorboard"}:
             reasons["run_name"] = "no tracker of this run uses run names"

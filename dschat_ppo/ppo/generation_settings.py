@@ -44,7 +44,7 @@ def generation_config(
     source: GivenSource | None = None,
 ) -> GenerationConfig:
     """Sampling parameters, stopping criteria and engine that the flags ask for. A response ends
-    with what ends the turns of `tokenizer` and `model` (`end_ids`), and where flags say so. No
+    with the end tokens of `tokenizer` and `model` (`end_ids`), and where flags say so. No
     token is drawn that stands for what the `source` gives."""
     banned_ids: tuple[int, ...] = ()
     if source is not None:

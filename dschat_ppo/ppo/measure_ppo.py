@@ -38,11 +38,11 @@ def measure_ppo(ppo: PPOComponents) -> PPOMeasurement:
     further use. Collective.
 
     Raises:
-        UserError: the responses of the run have several turns.
+        UserError: programs take part in the responses of the run.
     """
     if ppo.collection.sampler.extensions:
         raise UserError(
-            "--measure: responses of several turns (environments and tools) take as long as these"
+            "--measure: responses in which tools or other programs take part take as long as these"
             " do, which is not measured; omit --measure"
         )
     rows, first_token, decode_step = _measure_generation(ppo)

@@ -44,15 +44,7 @@ def response_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list
         final = reply.content
         if final == reply.text:
             final = spoken  # decoded after its prompt, the text may begin with a space
-        texts.append(
-            ResponseText(
-                spoken=spoken,
-                final=final,
-                thoughts=reply.thoughts,
-                episode=spoken,
-                turns=[{"role": "model", "text": spoken}],
-            )
-        )
+        texts.append(ResponseText.of(spoken, final, reply.thoughts))
     return texts
 
 

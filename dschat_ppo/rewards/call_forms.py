@@ -35,9 +35,11 @@ class ResponseText:
     messages: list[dict[str, Any]] | None = None  # of an episode
 
     @classmethod
-    def of(cls, text: str) -> ResponseText:
-        """A response of one turn without thoughts."""
-        return cls(text, text, "", text, [{"role": "model", "text": text}])
+    def of(cls, text: str, final: str | None = None, thoughts: str = "") -> ResponseText:
+        """A response of one turn; without `final` it has no thoughts."""
+        if final is None:
+            final = text
+        return cls(text, final, thoughts, text, [{"role": "model", "text": text}])
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ LABELS = (TRUTH, "label", "answer")
 
 
 def whole_urls(urls: Sequence[str]) -> list[str]:
-    """The addresses; those with `***` in place of credentials must be in the environment and are
-    taken from it. Later messages hide the credentials."""
+    """The addresses; those with `***` in place of credentials must be in the variable
+    `VARIABLE`, and are taken from it. Later messages hide the credentials."""
     known = {
         without_credentials(url): url
         for url in map(str.strip, os.environ.get(VARIABLE, "").split(","))

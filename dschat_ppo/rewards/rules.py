@@ -57,7 +57,7 @@ def final_number(text: str) -> Decimal | None:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number of a text, with optional sign, `$`, thousands separators, decimals and
+    """The last number of a text, with optional sign, `$`, commas between thousands, decimals and
     exponent; None if none."""
     numerals = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
     if not numerals:

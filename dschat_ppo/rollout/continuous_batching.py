@@ -164,8 +164,8 @@ class ContinuousBatching:
             unread = self.exchange.observe()
             if unread:
                 self._reserve_slots(self.running)
-        prefills, replayed = self._admit()
-        unread |= replayed
+        prefills, uncached = self._admit()
+        unread |= uncached
         passes = self._prefill_passes(prefills)
         if unread:
             passes += self._extends(unread)
@@ -218,11 +218,11 @@ class ContinuousBatching:
         sequences.waiting = waiting[count:]
         prefills = running.start(wave)
         tokens_after_prompt = sequences.start_lengths[wave] - sequences.prompt_lengths[wave]
-        replayed = {}
+        uncached = {}
         for sequence, tokens in zip(wave.tolist(), tokens_after_prompt.tolist(), strict=True):
             if tokens > 0:
-                replayed[sequence] = tokens
-        return prefills, replayed
+                uncached[sequence] = tokens
+        return prefills, uncached
 
     def _prefill_passes(self, prefills: list[Prefill]) -> list[Callable[[], None]]:
         """Forward passes over the first tokens of prompts, longest first: all but the last token of

@@ -136,7 +136,7 @@ class TurnExchange:
                 count = self.held.go_on(sequence, tokens)
                 if count:
                     uncached[sequence] = count
-            else:  # the episode is over, or the observation leaves no token for an action
+            else:  # the exchange is over, or the observation leaves no token for an action
                 pool.drop(sequence)
                 self.held.leave(sequence)
                 if tokens:

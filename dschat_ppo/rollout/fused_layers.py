@@ -214,17 +214,17 @@ def _compared_with_layer(model: PreTrainedModel, layer: Any, pack: Pack) -> Fuse
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(ROWS, COLUMNS, weight.shape[1], generator=generator).to(weight) * SMALL
     angles = torch.randn(ROWS, COLUMNS, head_dim // 2, generator=generator).repeat(1, 1, 2)
-    turns = angles.cos().to(weight), angles.sin().to(weight)
+    rotations = angles.cos().to(weight), angles.sin().to(weight)
     of_layer = _RecordingAttention()
     of_fused = _RecordingAttention()
     with attempt() as tried, attention_replaced(model, of_layer):
-        expected = layer(states, position_embeddings=turns)
+        expected = layer(states, position_embeddings=rotations)
     # other arguments, though names of children are the same
     if unfit(tried) or not isinstance(expected, Tensor):
         return None
     fused = FusedLayer(layer, pack, of_layer.settings)
     with attention_replaced(model, of_fused):
-        output = fused(states, position_embeddings=turns)
+        output = fused(states, position_embeddings=rotations)
     if not all(map(_close, [*of_fused.states, output], [*of_layer.states, expected])):
         return None
     _AGREED[layer] = of_layer.settings

@@ -40,8 +40,8 @@ class SamplingParameters:
 
 def row_uniforms(seeds: Tensor, count: int) -> Tensor:
     """(B, count) fp32 in [0, 1), multiples of 2**-24: the t-th number of a row depends only on its
-    seed and on t. The streams are SplitMix64: the state is the seed, `seeds` (B,) int64, plus t
-    times an odd constant."""
+    seed and on t. The numbers are those of SplitMix64: the state is the seed, `seeds` (B,) int64,
+    plus t times an odd constant."""
     steps = np.arange(1, count + 1, dtype=np.uint64) * SPLITMIX_STEP
     z = splitmix64(seeds.cpu().numpy().view(np.uint64)[:, None] + steps[None, :])
     uniforms = (z >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)

@@ -67,7 +67,7 @@ def take_device() -> None:
 
 
 def init_process_group(folder: str = "") -> torch.device:
-    """Join the process group that the launcher's environment describes (plain `python`: a group of
+    """Join the process group that the launcher's variables describe (plain `python`: a group of
     one rank on a free port), and return this rank's device. Collective. The output `folder` helps
     to distinguish launches on one port."""
     import deepspeed

@@ -306,7 +306,7 @@ def words_of_features(config: StepConfig, command: str) -> list[str]:
 
 
 def tool_command(tool: str, words: Sequence[str]) -> str:
-    """`python -m dschat_ppo.tools.TOOL WORDS` for a shell, by the python of this environment; "":
+    """`python -m dschat_ppo.tools.TOOL WORDS` for a shell, by the python that runs this; "":
     `dschat_ppo` itself."""
     python = shown_path(sys.executable)
     python_on_path = shutil.which("python")

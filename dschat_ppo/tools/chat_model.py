@@ -228,12 +228,12 @@ class ChatModel:
                 yield StreamedToken(stream.add(token_id), "", token_id)
 
 
-def conversation(system: str, turns: Sequence[tuple[str, str]], message: str) -> Messages:
-    """A conversation of (message, response) turns, with a new message of the user."""
+def conversation(system: str, exchanges: Sequence[tuple[str, str]], message: str) -> Messages:
+    """A conversation of (message, response) exchanges, with a new message of the user."""
     messages: Messages = []
     if system:
         messages.append({"role": "system", "content": system})
-    for earlier_message, response in turns:
+    for earlier_message, response in exchanges:
         messages.append({"role": "user", "content": earlier_message})
         messages.append({"role": "assistant", "content": response})
     messages.append({"role": "user", "content": message})
@@ -293,7 +293,7 @@ class Terminal:
         self.system = system
         self.interactive = interactive
         # (message, response) of each model
-        self.turns: list[list[tuple[str, str]]] = [[] for _ in models]
+        self.exchanges: list[list[tuple[str, str]]] = [[] for _ in models]
         self.response_index = 0  # of the next response, for its seed
 
     def run(self) -> None:
@@ -356,19 +356,19 @@ class Terminal:
         elif name == "help":
             print(self.help, flush=True)
         elif name == "reset":
-            self.turns = [[] for _ in self.models]
+            self.exchanges = [[] for _ in self.models]
             self.response_index = 0
             self.begun_message = ""
             print_note("a new conversation")
         elif name == "undo" and self.begun_message:
             print_note(f"forgotten: {with_places(self.begun_message)}")
             self.begun_message = ""
-        elif not self.turns[0]:
+        elif not self.exchanges[0]:
             raise UserError("there is no message yet")
         else:  # undo or retry
-            message, _ = self.turns[0][-1]
-            for turns in self.turns:
-                turns.pop()
+            message, _ = self.exchanges[0][-1]
+            for exchanges in self.exchanges:
+                exchanges.pop()
             if name == "retry":
                 self.ask(message)
             else:
@@ -389,17 +389,17 @@ class Terminal:
         whether they did."""
         responses = []
         try:
-            for model, turns in zip(self.models, self.turns, strict=True):
+            for model, exchanges in zip(self.models, self.exchanges, strict=True):
                 if len(self.models) > 1:
                     print(f"{escaped(model.name)}:", flush=True)
-                messages = conversation(self.system, turns, message)
+                messages = conversation(self.system, exchanges, message)
                 responses.append(self.write_response(model, messages))
         except KeyboardInterrupt:  # before the first token of a response
             print_note("\nstopped; the message is not part of the conversation")
             return False
         self.response_index += 1
-        for turns, response in zip(self.turns, responses, strict=True):
-            turns.append((message, response))
+        for exchanges, response in zip(self.exchanges, responses, strict=True):
+            exchanges.append((message, response))
         return True
 
     def write_response(self, model: ChatModel, messages: Messages) -> str:

@@ -140,14 +140,14 @@ def test_a_refused_message_is_in_no_conversation(chat):
     first, second = Echo("A"), Echo("B")
     second.respond = lambda *_: (_ for _ in ()).throw(UserError("B refuses"))
     output, terminal = chat(["x"], first, second)
-    assert output.endswith("B refuses\n") and terminal.turns == [[], []]
+    assert output.endswith("B refuses\n") and terminal.exchanges == [[], []]
 
 
 def test_an_interrupt_keeps_what_was_written_or_drops_the_message(chat):
     output, terminal = chat(["x"], Echo(stop_after=2), interactive=True)
-    assert "A heard\n[stopped]\n" in output and terminal.turns[0] == [("x", "A heard")]
+    assert "A heard\n[stopped]\n" in output and terminal.exchanges[0] == [("x", "A heard")]
     output, terminal = chat(["x"], Echo(stop_after=0), interactive=True)
-    assert "not part of the conversation" in output and terminal.turns[0] == []
+    assert "not part of the conversation" in output and terminal.exchanges[0] == []
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Columns of the records of step 3, beside those of environments."""
+"""Columns of the records of step 3."""
 
 COLUMNS = {
-    "agent_scores": "row",  # (B,) fp32, the reward of the episode; NaN where the agent gave none
+    "agent_scores": "row",  # (B,) fp32, the reward that the agent gave; NaN where it gave none
 }

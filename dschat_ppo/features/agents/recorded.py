@@ -84,7 +84,7 @@ def records_of(journal: Journal | None, questions: Sequence[str]) -> list[Record
         return [RecordedEpisode() for _ in questions]
     orders = dict[str, int]()
     for name, entry in journal.known.items():
-        question, separator, _ = name.partition(_CONTEXT)
-        if separator:
+        question, _, first_call = name.partition(_CONTEXT)
+        if first_call:
             orders[question] = max(orders.get(question, 0), entry["order"] + 1)
     return [RecordedEpisode(journal, question, orders.get(question, 0)) for question in questions]

@@ -119,8 +119,8 @@ def _refuse_features(config: PPOConfig) -> None:
     """Raise `UserError` if a feature computes token rewards or advantages."""
     if early_rewards_of(config) is not None:
         raise UserError(
-            "the program has no rewards of turns or steps: with these flags a feature gives tokens"
-            " before the last one a part of the score"
+            "the program gives the whole score to the last token: with these flags a feature gives"
+            " earlier tokens a part of it"
         )
     if advantage_terms(config):
         raise UserError(

@@ -105,14 +105,14 @@ class JudgeReward:
             self._forget()
             self._step = request.step
         self.reader.begin(request.step)
-        # a response whose environment failed is no rival of others, and gets no verdict
-        environment_failed = [False] * len(request)
+        # a response that failed is no rival of others, and gets no verdict
+        has_failed = [False] * len(request)
         if "failed" in rollout.extra:
-            environment_failed = rollout.extra["failed"].tolist()
+            has_failed = rollout.extra["failed"].tolist()
         judged = {
             index: Judged(request.prompts[index], row, request.texts[index], request.groups[index])
             for index, row in enumerate(request.rows)
-            if is_routed_to(self.spec.sources, row) and not environment_failed[index]
+            if is_routed_to(self.spec.sources, row) and not has_failed[index]
         }
         verdicts, causes = self.asking.verdicts(judged, request.step)
         self._ask(list(verdicts.values()))
@@ -137,7 +137,7 @@ class JudgeReward:
         if self.spec.reads == TEXT:
             self.columns = {JUDGE_TEXTS: written_column(self._texts(verdicts, len(request)))}
         self._count(list(judged), causes, len(request))
-        self.failed |= torch.tensor(environment_failed)
+        self.failed |= torch.tensor(has_failed)
         self._tally.seconds += time.perf_counter() - started
         return scores
 

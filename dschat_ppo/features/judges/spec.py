@@ -13,10 +13,10 @@ from itertools import permutations
 from dschat_ppo.config.ppo_flags import split_weight
 from dschat_ppo.config.source_text import SourceText, parse_source_text
 from dschat_ppo.errors import UserError, printable_line
+from dschat_ppo.rewards.call_forms import TEXTS
 
 FLAG = "--judge"
 EVALUATION_FLAG = "--eval_judge"
-READABLE = ("final", "spoken", "thoughts", "episode")  # texts of a response
 PAIRS = "pairs"  # `compare`: with others of the group
 REFERENCE = "reference"  # `compare`: with the right answer
 TEXT = "text"  # `reads`: the judge writes
@@ -34,7 +34,7 @@ _DEFAULTS = {
     "temperature": "0",
     "model": "",
 }
-_VALUES = {"answer": READABLE, "reads": (LABELS, TEXT), "compare": ("", PAIRS, REFERENCE)}
+_VALUES = {"answer": TEXTS, "reads": (LABELS, TEXT), "compare": ("", PAIRS, REFERENCE)}
 _RANGE = re.compile(r"(\d{1,3})\.\.(\d{1,3})")
 
 
@@ -47,7 +47,7 @@ class JudgeSpec:
     sources: tuple[str, ...]  # data sources whose rows it scores; (): all
     labels: tuple[str, ...]  # its verdicts, worst to best
     template: str  # a built-in or a file; "": that for rows with or without a right answer
-    answer: str  # the text of a response that it reads, of `READABLE`
+    answer: str  # the text of a response that it reads, of `TEXTS`
     rubric: str = ""  # column of criteria; "": one question
     compare: str = ""  # `PAIRS` or `REFERENCE`; "": each response alone
     rivals: int = 0  # of a response, with `PAIRS`; 0: all others of its group

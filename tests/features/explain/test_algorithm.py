@@ -292,7 +292,7 @@ def test_errors_name_the_way_out(tmp_path, monkeypatch, tokenizer, capsys):
     assert f"--advantage_estimator {own}: its source cannot be read" in error_of(
         "--advantage_estimator", own
     )
-    assert "no rewards of turns" in error_of(
+    assert "the whole score to the last token" in error_of(
         *f"--environment {tmp_path}/e.py:E --turn_reward to_go".split()
     )
 
