@@ -122,6 +122,12 @@ def test_response_slots_point_at_the_response_tokens():
     )
 
 
+def test_lengths_are_stored_only_where_the_mask_says_others():
+    observed = rollout().with_lengths(torch.tensor([2, 1, 1]))
+    assert observed.response_lengths.tolist() == [2, 1, 1]
+    assert observed.with_lengths(torch.tensor([2, 0, 1])).episode_lengths is None
+
+
 def test_select_trims_to_the_longest_prompt_and_response_among_the_rows():
     rows = select_rows(rollout(), torch.tensor([2, 0]))
     assert rows.prompt_ids.tolist() == [[31, 32], [92, 11]]
