@@ -215,10 +215,10 @@ def _evaluate(request: EvaluationRequest) -> None:
     for line in lines:
         print(line)
     for name, path in paths.items():
-        _write_file(path, file_contents[name](evaluated))
+        _write_result_file(path, file_contents[name](evaluated))
 
 
-def _write_file(path: Path, content: str) -> None:
+def _write_result_file(path: Path, content: str) -> None:
     """Write a file, and say so, also if it has no row."""
     from dschat_ppo.common.paths import shown_path
 
