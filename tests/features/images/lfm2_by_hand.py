@@ -17,6 +17,7 @@ class ProcessorByHand:
     """In place of an `ImageProcessor`. An image is cut to whole tokens, of 16 x 16 pixels."""
 
     placeholder = "<image>"
+    reserved_texts = ("<image>",)
     identity = "by hand"
 
     def __init__(self, config: Any):
