@@ -38,11 +38,13 @@ def sft_divergence_term(teacher: Model, divergence: Divergence, share: float) ->
     @torch.no_grad()
     def distribution(batch: SFTBatch) -> Teaching:
         policy: Any = unwrap(teacher)
-        given = None
+        given_embeddings = None
         if policy.given_source is not None:
-            given = policy.given_source.for_same_rows(batch.given)
+            given_embeddings = policy.given_source.for_same_rows(batch.given)
         with observed(None):  # observers read the passes of the model that trains
-            _, _, hidden = teacher(batch.input_ids, batch.loss_mask, states=True, given=given)
+            _, _, hidden = teacher(
+                batch.input_ids, batch.loss_mask, states=True, given=given_embeddings
+            )
         return Teaching(policy.output_layer(hidden), divergence)
 
     return SFTTerm("divergence", share, distribution)
