@@ -18,7 +18,6 @@ from dschat_ppo.features.images.step_data import processor_of
 from dschat_ppo.features.images.tower import sees_images, trains_with_images
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.tokenizers import read_tokenizer
-from dschat_ppo.rewards.build_rewards import further_models
 from dschat_ppo.rewards.reward_source import is_routed_to
 from dschat_ppo.run.run_models import PromptReader
 
@@ -52,7 +51,6 @@ def check_trained_model(config: StepConfig, model_config: PretrainedConfig, mode
         "--streaming": bool(config.value("streaming")),
         "--sequence_parallel_size": config.ranks_of_row > 1,
         "quantised weights (--load_in_4bit, --load_in_8bit)": config.frozen_bits > 0,
-        "judges": any(not model.reads_tokens_of_actor for model in config.further_models),
         "--resize_vocabulary": config.run.resize_vocabulary,
     }
     for name in _WITHOUT_IMAGES:
@@ -76,7 +74,6 @@ def check_answering_model(
     if not trains_with_images(features, model_config):
         return
     reasons = {f"--{name}": bool(features.value(name)) for name in _WITHOUT_IMAGES}
-    reasons["judges"] = bool(features.value("judge") and further_models(features))
     _refuse_used(reasons, model_config, model)
 
 

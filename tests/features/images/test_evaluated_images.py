@@ -25,6 +25,7 @@ from dschat_ppo.common import exactness
 from dschat_ppo.common.paths import VALIDATION
 from dschat_ppo.errors import UserError
 from dschat_ppo.features.images.lm_kinds import OF_IMAGES
+from dschat_ppo.features.judges.prompts import JudgePrompts
 from dschat_ppo.models.loading import ModelChanges, load_sequence_classifier
 from dschat_ppo.models.saving import SavedForm, parts_beside, save_model
 from dschat_ppo.models.wrapped_models import ScalarModel
@@ -181,12 +182,33 @@ def test_what_does_not_go_with_images_is_refused_before_a_model_is_loaded(
     blind = refusal(made, "--reward_model_name_or_path", str(assets / "reward"))
     assert "reads text alone, but prompts have images; train one that sees them" in blind
     judge = refusal(made, "--judge", str(made.vlm))
-    assert "judges" in judge
+    assert "Qwen3VLConfig sees images, but a model of text is needed here" in judge
     broken = made.folder / "broken.jsonl"
     broken.write_text('{"image": "no.png", "prompt": "what is this ?"}\n')
     assert "image 'no.png' cannot be read" in refusal(made, "--data_path", str(broken))
     column = ["--model", str(assets / "lm"), "--image_column", "image"]
     assert "--image_column image: --model" in refusal(made, *column)
+
+
+def test_a_judge_reads_a_place_for_each_image(made, assets, tmp_path, monkeypatch):
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ prompt }} {{ answer }}")
+    asked = []
+    question = JudgePrompts.question
+
+    def recorded(prompts, *judged):
+        ids = question(prompts, *judged)
+        asked.append(prompts.tokenizer.decode(ids))
+        return ids
+
+    monkeypatch.setattr(JudgePrompts, "question", recorded)
+    judge = f"{assets}/lm?labels=no,yes&template={template}"
+    words = words_of(made, "--judge", judge, "--decoding", "greedy")
+    [result] = evaluate_models(evaluation_request(words)).results
+    assert len(asked) == len(ROWS)
+    text = next(text for text in asked if "second" in text)
+    assert "first<image>second<image>?" in text.replace(" ", "")
+    assert result.scores.min() > 0 and result.scores.max() < 1
 
 
 def test_the_command(made, tmp_path, capsys):
