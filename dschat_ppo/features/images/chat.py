@@ -73,7 +73,8 @@ def loader_of(
     if used:
         raise UserError(
             f"{seeing[0].flag} {seeing[0].name}: sees pictures, which do not go with"
-            f" {' and '.join(used)} in a chat yet; omit {used[0]}, or chat with a model of text"
+            f" {' and '.join(used)} in a chat yet; omit {' and '.join(used)}, or chat with a model"
+            " of text"
         )
     folder = at_end.enter_context(TemporaryDirectory())
     pictures = ChatPictures(folder, features.of(ImageFlags).image_max_source_pixels)

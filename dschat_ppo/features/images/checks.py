@@ -32,7 +32,10 @@ _WAYS_OUT = {
     ),
     "reference": "omit the flag, so that the reference is the actor before training",
 }
-_WAY_OUT_OF_OTHERS = "give one that sees them, or assign it data sources without images (SOURCE=)"
+_WAY_OUT_OF_OTHERS = (
+    "give one that sees them; in step 3 it may also be for data sources without images alone"
+    " (SOURCE=)"
+)
 _USES = ("preference", "unpaired")  # what step 2 reads beside images: pairs and labelled answers
 # flags with which prompts come about, or are generated for, in ways that have no images
 _WITHOUT_IMAGES = (

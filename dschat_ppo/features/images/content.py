@@ -129,7 +129,8 @@ class RowImages:
 
     def expanded(self, ids: EncodedExample, items: list[ImageFile]) -> EncodedExample:
         """The ids with all tokens of each image in place of its placeholder. `UserError`: the chat
-        template writes another number of placeholders, or an image cannot be decoded."""
+        template writes another number of placeholders, also where thoughts, calls, tools or
+        variables hold one, or an image cannot be decoded."""
         placeholder = self.processor.placeholder_id
         reserved = {placeholder, self.processor.image_id}
         in_prompt = sum(map(ids.prompt.count, reserved))
@@ -137,9 +138,9 @@ class RowImages:
         if in_answers or in_prompt != len(items):
             raise UserError(
                 f"the chat template writes {self.processor.placeholder!r}, which stands for an"
-                f" image, {in_prompt + in_answers} times for {counted(len(items), 'image')}, also"
-                " with what it writes of tools and variables; give the template of the model"
-                " (--chat_template)"
+                f" image, {in_prompt + in_answers} times for {counted(len(items), 'image')}, with"
+                " what it writes of thoughts, calls, tools and variables; where none of these holds"
+                " it, give the template of the model (--chat_template)"
             )
         prompt = list[int]()
         spans = list[tuple[int, int]]()

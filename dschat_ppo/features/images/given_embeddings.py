@@ -94,7 +94,7 @@ def sources_of_roles(
     if len(folders) == 1:
         return sources
     if trained_roles:
-        logger().info(f"images: {' and '.join(trained_roles)} train with their own vision towers")
+        logger().info(f"images: vision towers that train: {', '.join(trained_roles)}")
     for store in dict.fromkeys(store_of_folder.values()):
         roles = [role for role, source in sources.items() if source is store]
         logger().info(f"images: one vision tower for {', '.join(roles)}")

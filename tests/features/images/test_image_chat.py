@@ -227,6 +227,10 @@ def test_flags_that_do_not_go_with_the_model_are_refused(assets, folder, tmp_pat
     said = f"--model {vlm}: sees pictures, which do not go with --%s in a chat yet; omit --%s, or"
     with ExitStack() as at_end, pytest.raises(UserError, match=said % ("tools", "tools")):
         loader_of(features, [checked], at_end)
+    both = "--environment and --tools"
+    features = FeatureFlags((EnvironmentFlags("b.py:g", tools=["a.py:f"]), ImageFlags()))
+    with ExitStack() as at_end, pytest.raises(UserError, match=f"{both} .*; omit {both}, or"):
+        loader_of(features, [checked], at_end)
     (tmp_path / "game.py").write_text(GAME)
     capsys.readouterr()
     words = ["--model", vlm, "--dtype", "fp32", "--environment", f"{tmp_path / 'game.py'}:Game"]
