@@ -136,14 +136,8 @@ class ImageStore:
                 begins[references] = tokens
                 tokens += distinct[references].features.tokens
             row_images = distinct[references]
-            count = row_images.features.tokens
-            if in_row != count:
-                name = ImageFile.of(references[0]).path
-                raise UserError(
-                    f"{name}: the vision tower gives {count} tokens, but the row has"
-                    f" {in_row}, by another processor"
-                )
-            index[row, is_image] = begins[references] + torch.arange(count)
+            _check_token_count(references, row_images, in_row)
+            index[row, is_image] = begins[references] + torch.arange(in_row)
             axes = self._tower.positions(input_ids[row], is_image, row_images.grid)
             if axes is not None:
                 positions[:, row] = axes
@@ -167,7 +161,9 @@ class ImageStore:
             return None
         features = []
         for references, tokens in given.tokens_of_images.items():
-            features.append(self._of_row(references, tokens).features)
+            row_images = self._of_row(references, tokens)
+            _check_token_count(references, row_images, tokens)
+            features.append(row_images.features)
         joined = _concatenated(features).to(given.index.device)
         return replace(given, features=joined, family=self._tower.family)
 
@@ -354,6 +350,17 @@ class ImageStore:
         while self._kept_bytes > self._most_bytes:
             _, dropped = self._kept.popitem(last=False)
             self._kept_bytes -= dropped.features.bytes
+
+
+def _check_token_count(references: Sequence[str], row_images: ServedImages, tokens: int) -> None:
+    """Refuse images of a row of which the tower makes another number of tokens than the row has."""
+    count = row_images.features.tokens
+    if count != tokens:
+        name = ImageFile.of(references[0]).path
+        raise UserError(
+            f"{name}: the vision tower gives {count} tokens, but the row has {tokens}, by another"
+            " processor"
+        )
 
 
 def _concatenated(of_rows: Sequence[ImageFeatures | ImagePixels]) -> ImageFeatures | ImagePixels:

@@ -24,7 +24,12 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.features import hooks
 from dschat_ppo.features.replay.bad_steps import BUNDLE, MODEL
 from dschat_ppo.models.backbone import Layout
-from dschat_ppo.models.loading import ModelChanges, load_causal_lm, load_sequence_classifier
+from dschat_ppo.models.loading import (
+    ModelChanges,
+    frozen_changes,
+    load_causal_lm,
+    load_sequence_classifier,
+)
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
@@ -181,7 +186,7 @@ def frozen_model(config: Any, role: str) -> Any:
         str(model_folder(name, flag)),
         config.run.dtype,
         None,
-        ModelChanges(resize=config.run.resize_vocabulary),
+        frozen_changes(config),
     )
     return PolicyModel(lm).to(dist.device()).eval().requires_grad_(False)
 

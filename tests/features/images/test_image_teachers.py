@@ -1,12 +1,14 @@
 """Teachers of a student that sees images: what each of them says is what transformers' own pass
 over each row alone gives, from its own weights, tower included."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from features.images.image_runs import (
     alone_inputs,
+    flags,
     flags_of_prompts,
     prepared,
     prepared_prompts,
@@ -26,6 +28,7 @@ from dschat_ppo.features.distillation.teachers import Teachers
 from dschat_ppo.features.images.checks import check_readers, check_trained_model
 from dschat_ppo.features.images.columns import ROW_OF_IMAGES
 from dschat_ppo.features.images.given_embeddings import sources_of_roles
+from dschat_ppo.features.replay.replayed_step import frozen_model
 from dschat_ppo.models.loading import (
     changes_to_train,
     frozen_changes,
@@ -138,6 +141,22 @@ def test_the_divergence_of_step_1_is_that_of_each_row_alone(models):
     assert loss.item() == pytest.approx(expected, rel=1e-4)
 
 
+def test_a_teacher_whose_tower_gives_another_number_of_tokens_is_refused(models):
+    rows, config, tokenizer = prepared(models.student, models.data)
+    student, teacher = policies_of(models, config, tokenizer, "model")
+    batch = sft_objective(0, False, CPU, [], student.given_source).collate(rows, range(len(rows)))
+    others = {images: tokens + 1 for images, tokens in batch.given.tokens_of_images.items()}
+    with pytest.raises(UserError, match="the vision tower gives .* tokens, but the row has"):
+        teacher.given_source.for_same_rows(replace(batch.given, tokens_of_images=others))
+
+
+def test_a_replay_loads_a_teacher_that_sees_images_for_a_student_of_text(models, assets):
+    words = flags(models.student, models.data, TEACHER, str(models.teacher))
+    words[words.index(str(models.student))] = str(assets / "lm")
+    model = frozen_model(parse("sft", words), "teacher")
+    assert model.lm.config.model_type == load_config(str(models.teacher), "").model_type
+
+
 @pytest.fixture(scope="module")
 def step3(models):
     """Student and teacher, answers of the data to the prompts of step 3, and the divergence."""
@@ -237,7 +256,9 @@ def check_teacher(models, teacher, *further, sources=()):
 def test_which_teachers_can_read_prompts_with_images(models, assets):
     check_teacher(models, models.teacher)
     text = assets / "lm"
-    with pytest.raises(UserError, match="reads text alone, but prompts have images; give one that"):
+    # step 1 refuses SOURCE=
+    said = "reads text alone, but prompts have images; give one that sees them; in step 3 it may"
+    with pytest.raises(UserError, match=said):
         check_teacher(models, text)
     check_teacher(models, text, sources=["texts"])
     with pytest.raises(UserError, match="do not go with --teacher_prompt_column yet"):
