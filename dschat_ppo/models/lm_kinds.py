@@ -57,7 +57,7 @@ def take_out_parts(model: PreTrainedModel) -> None:
         for weight in module.parameters():
             count += getattr(weight, "ds_numel", weight.numel())
         setattr(model.base_model, name, None)
-    setattr(model, _TAKEN_OUT, count)
+    setattr(model.base_model, _TAKEN_OUT, count)  # which classifiers over it have too
 
 
 def parameters_taken_out(model: nn.Module) -> int:

@@ -29,7 +29,9 @@ def adjust(phase: Phase, config: StepConfig, roles: Sequence[Role]) -> None:
     host memory that its features may take. Models of one base folder share a tower; those of other
     folders have others at worst, since weights are not read. A tower that trains is counted with
     its model; the pixels of such models are kept once, and in step 3 also the features of a
-    rollout."""
+    rollout. Where the first of the `roles` reads text alone, no tower is loaded."""
+    if not trains_with_images(config, roles[0].sizes.config):
+        return
     cache_bytes = config.of(ImageFlags).image_cache_gb * 10**9
     tower_sizes = dict[str, int]()  # folder of a model -> numbers of its tower
     caches_of_pixels = 0

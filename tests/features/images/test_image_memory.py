@@ -15,6 +15,7 @@ from features.images.image_runs import (
     write_pictures,
     write_rows,
 )
+from tiny_models import new_model
 from tiny_vlms import FAMILIES, save_tiny_vlm, tiny_vlm_config
 from transformers import AutoModelForImageTextToText
 
@@ -22,6 +23,9 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.features.images.lm_kinds import OF_IMAGES
 from dschat_ppo.features.images.memory import tower_numbers
 from dschat_ppo.features.images.tower import load_tower
+from dschat_ppo.models.adapters.settings import AdapterSettings
+from dschat_ppo.models.adapters.shared_base import classifier_over_base
+from dschat_ppo.models.lm_kinds import parameters_taken_out
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.planner.model_parts import read_model_configs
 from dschat_ppo.planner.phase_memory import steady_phase
@@ -74,6 +78,10 @@ def test_towers_and_caches_of_a_run(tmp_path):
     (adapter / "adapter_config.json").write_text(json.dumps(settings))
     named = ["--critic_model_name_or_path", str(adapter)]
     assert held(parse("ppo", flags_of_prompts(vlm, data, *named))) == (4 * numbers, 2_000_000_000)
+    # a model of text that learns from one that sees images loads no tower
+    new_model("llama").save_pretrained(tmp_path / "lm")
+    of_text = flags(tmp_path / "lm", data, "--teacher_model_name_or_path", str(vlm))
+    assert held(parse("sft", of_text)) == (0, 0)
     # a tower that trains is counted with its model: pixels are kept, in step 3 beside the features
     # of a rollout and those of the reference
     assert held(parse("sft", [*words_of_sft, "--train_projector", "True"])) == (0, 500_000_000)
@@ -103,6 +111,14 @@ def test_the_table_of_models_counts_a_tower_that_stands_beside_its_model(tmp_pat
     )
     assert shown["actor"] == f"{size}, {100 * left / numbers:.3g} % trained, from /vlm"
     assert shown["reference"] == f"{size}, frozen, from /vlm"
+
+
+def test_a_critic_over_the_weights_of_the_actor_counts_its_tower_too():
+    actor = OF_IMAGES.build(tiny_vlm_config("idefics3"))
+    critic = classifier_over_base(
+        actor, "", AdapterSettings(4, 8.0, 0.0, None, False, False, freeze_base=True), [OF_IMAGES]
+    )
+    assert parameters_taken_out(critic) == parameters_taken_out(actor) > 0
 
 
 def test_a_full_cache_holds_no_more_than_planned(tmp_path):
