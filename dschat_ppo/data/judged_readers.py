@@ -16,7 +16,7 @@ from dschat_ppo.data.form_readers import (
     read_columns,
     read_transcript,
 )
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, counted
 
 # columns with a number for each answer: more is better
 SCORES = ("scores", "ratings", "rewards", "rating")
@@ -40,8 +40,8 @@ def read_better(cells: Cells, use: Use) -> PromptAndAnswers:
             said = pair.listed(role, f"a list of texts, as {cells.called('prompt')}")
             if len(said) != len(asked):
                 raise UserError(
-                    f"{pair.called(role)} has {len(said)} texts, but {cells.called('prompt')}"
-                    f" {len(asked)}"
+                    f"{pair.called(role)} has {counted(len(said), 'text')}, but"
+                    f" {cells.called('prompt')} {len(asked)}"
                 )
             texts = [text for turn in zip(asked, said, strict=True) for text in turn]
             row[pair.columns[role]] = pair.messages(role, texts)

@@ -372,7 +372,7 @@ def test_turns_of_conversations_may_part_before_the_last_answer():
         [assistant(one), user("b?"), assistant(two)] for one, two in (("y", BAD), ("x", GOOD))
     ]
     assert pair.prompt == [user("a?")] and list(pair.answers) == [better, worse]
-    with pytest.raises(UserError, match="'response_b' has 1 texts, but 'prompt' 2"):
+    with pytest.raises(UserError, match="'response_b' has 1 text, but 'prompt' 2"):
         form.read({**first, "response_b": [BAD]}, "preference")
 
 
