@@ -30,9 +30,11 @@ class FurtherContent(Protocol):
         """What stands for bytes of a table in its rows."""
         ...
 
-    def of_source(self, location: str, columns: Sequence[str]) -> FurtherContent:
-        """That of a data set, by the file or folder that it is in, and its columns. A flag that
-        names none of these does not apply to it."""
+    def of_source(
+        self, location: str, columns: Sequence[str], first_rows: Sequence[Row]
+    ) -> FurtherContent:
+        """That of a data set, by the file or folder that it is in, its columns and its first rows.
+        A flag that names none of the columns does not apply to it."""
         ...
 
     def columns_left(self, columns: Sequence[str]) -> list[str]:

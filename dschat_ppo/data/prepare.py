@@ -212,8 +212,9 @@ def settings_by_first_rows(
     if step.content is not None:
         if is_only:
             step.content.check_flags_used({source.spec: columns})
-        step = replace(step, content=step.content.of_source(source.location, columns))
-        form_columns = step.content.columns_left(columns)
+        content = step.content.of_source(source.location, columns, first_rows)
+        step = replace(step, content=content)
+        form_columns = content.columns_left(columns)
         first_rows = rows_for_form(first_rows, step)
     has_template = tokenizer.chat_template is not None
     use = step.form_use

@@ -36,6 +36,18 @@ _WAY_OUT_OF_OTHERS = (
     "give one that sees them; in step 3 it may also be for data sources without images alone"
     " (SOURCE=)"
 )
+# fields of configurations that say how many tokens an image is, and their id
+_OF_TOKENS = (
+    "image_token_id",
+    "patch_size",
+    "scale_factor",
+    "spatial_merge_size",
+    "downsample_ratio",
+    "downsample_factor",
+    "mm_tokens_per_image",
+    "image_seq_length",
+    "vision_feature_select_strategy",
+)
 _USES = ("preference", "unpaired")  # what step 2 reads beside images: pairs and labelled answers
 # flags with which prompts come about, or are generated for, in ways that have no images
 _WITHOUT_IMAGES = (
@@ -130,9 +142,30 @@ def check_readers(
             )
         of_reader = processor_of(features, model_config, reader.folder, tokenizer, reader.flag)
         if of_reader.identity != of_first.identity:
+            other_settings = of_reader.settings_unlike(of_first)
             raise UserError(
-                f"{model}: its processor of images has other settings than that in {folder}, so"
-                " images would be other tokens; give the same to both (--image_options)"
+                f"{model}: its processor of images has other settings than that in {folder}"
+                f" ({'; '.join(other_settings)}), so images would be other tokens; give the same to"
+                " both (--image_options)"
+            )
+        _require_same_tokens(model, model_config, folder, first_config)
+
+
+def _require_same_tokens(
+    model: str, model_config: PretrainedConfig, folder: str, first_config: PretrainedConfig
+) -> None:
+    """Refuse a `model` whose tower gives an image another number of tokens than that of the model
+    in `folder`, or which knows these tokens by another id."""
+    for name in _OF_TOKENS:
+        values = []
+        for config in (model_config, first_config):
+            vision_config = getattr(config, "vision_config", None)
+            values.append(getattr(config, name, getattr(vision_config, name, None)))
+        if values[0] != values[1]:
+            raise UserError(
+                f"{model}: {name} is {values[0]} in its config.json, and {values[1]} in that of"
+                f" {folder}, so it does not see an image by the same tokens; take a model of the"
+                " same family"
             )
 
 

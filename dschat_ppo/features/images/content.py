@@ -21,7 +21,7 @@ from dschat_ppo.errors import UserError, counted
 from dschat_ppo.features.images.columns import IMAGES, SPANS
 from dschat_ppo.features.images.image_files import ImageFile, decoded_image
 from dschat_ppo.features.images.processors import ImageProcessor
-from dschat_ppo.features.images.references import ImagePlaces
+from dschat_ppo.features.images.references import ImagePlaces, unread_columns
 
 _AS_CHAT = "--apply_chat_template True makes messages of prompts that are text"
 _WITH_IMAGE = (
@@ -53,9 +53,12 @@ class RowImages:
         """Where the bytes of an image are stored; of other bytes their number."""
         return self.places.kept(content)
 
-    def of_source(self, location: str, columns: Sequence[str]) -> RowImages:
+    def of_source(
+        self, location: str, columns: Sequence[str], first_rows: Sequence[Row]
+    ) -> RowImages:
         """With the folder of the data in `location`, unless the flag names one. A data set without
-        the column of `--image_column` is read as without the flag, and the log says so."""
+        the column of `--image_column` is read as without the flag, and the log says so, and which
+        columns look like images that are not read."""
         folder = self.folder_by_flag
         if folder is None:
             path = Path(location)
@@ -70,6 +73,12 @@ class RowImages:
             logger().info(
                 f"data: {location}: has no column {self.places.column!r} (--image_column);"
                 f" {consequence}"
+            )
+        for column in unread_columns(places, columns, first_rows):
+            logger().warning(
+                f"data: {location}: column {column!r} seems to hold images, which are not read;"
+                f" --image_column {column} reads them, --ignore_columns {column} says that none"
+                " are meant"
             )
         return replace(self, places=places)
 

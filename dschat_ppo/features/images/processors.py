@@ -147,6 +147,16 @@ class ImageProcessor:
         settings = json.dumps(self._of_images.to_dict(), sort_keys=True, default=str)
         return f"{settings} {self._settings}"
 
+    def settings_unlike(self, other: ImageProcessor) -> list[str]:
+        """The settings that differ from those of another processor, with both values."""
+        mine = {**self._of_images.to_dict(), **self._settings}
+        theirs = {**other._of_images.to_dict(), **other._settings}
+        differing = []
+        for name in sorted(mine.keys() | theirs.keys()):
+            if mine.get(name) != theirs.get(name):
+                differing.append(f"{name} is {mine.get(name)}, not {theirs.get(name)}")
+        return differing
+
     def tokens(self, image: Image) -> list[int]:
         """The ids that stand for an image, by the processor of the family; they depend on its size
         alone."""

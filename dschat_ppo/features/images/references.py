@@ -26,6 +26,7 @@ _PART_KEYS = ("image", "image_url", "url", "path", "base64", "bytes")
 _PART_TYPES = ("image", "image_url", "input_image")
 _OTHER_MEDIA = ("video", "video_url", "audio", "audio_url", "input_audio")
 _STORED = "sha256:"  # before the hash of an image in the store
+_NAMES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")  # how files end
 _SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
 _NO_WEB = "images are not fetched from the web; save them beside the data, and name the files"
 
@@ -145,6 +146,32 @@ class ImagePlaces:
                 file.write(content)
             os.replace(file.name, path)  # other processes store the same
         return ImageFile(str(path), sha)
+
+
+def unread_columns(places: ImagePlaces, columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """Columns of which every value in the first `rows` looks like an image, and which are not read
+    as such."""
+    unread = []
+    for column in columns:
+        if places.is_column(column) or column in places.ignored:
+            continue
+        values = [row[column] for row in rows if row.get(column) is not None]
+        if values and all(map(_looks_like_image, values)):
+            unread.append(column)
+    return unread
+
+
+def _looks_like_image(value: Any) -> bool:
+    """Whether a value is an image, or the path of one, or a list of these."""
+    if isinstance(value, list):
+        return bool(value) and all(map(_looks_like_image, value))
+    if isinstance(value, dict):
+        return _looks_like_image(value.get("bytes") or value.get("path"))
+    if not isinstance(value, str):
+        return False
+    if value.startswith((_STORED, "data:image/")):
+        return True
+    return "\n" not in value and value.lower().endswith(_NAMES)
 
 
 def _images_in(value: Any) -> list[Any]:

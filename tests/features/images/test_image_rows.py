@@ -127,6 +127,31 @@ def write_sets(folder, *names):
     return ["--data_path", *(str(folder / f"{name}.jsonl") for name in names)]
 
 
+@pytest.mark.parametrize(
+    ("value", "is_warned_of"),
+    [
+        (PATH, True),
+        ([PATH, "b.JPG"], True),
+        ({"path": PATH, "bytes": None}, True),
+        ("data:image/png;base64,AAAA", True),
+        ("the picture a.png shows a circle", False),
+        (["a", PATH], False),
+        (3, False),
+    ],
+)
+def test_a_column_that_seems_to_hold_images_is_not_passed_over_in_silence(
+    vlms, pictures, said, value, is_warned_of
+):
+    row = {"photo": value, "prompt": QUESTION, "response": "red"}
+    data = write_rows(pictures, [row])
+    warning = "column 'photo' seems to hold images, which are not read; --image_column photo"
+    prepared(vlms["idefics3"], data)
+    assert any(warning in line for line in said) == is_warned_of
+    said.clear()
+    prepared(vlms["idefics3"], data, "--ignore_columns", "photo")
+    assert not any(warning in line for line in said)
+
+
 def test_a_data_set_without_the_named_column_is_read_as_without_the_flag(vlms, pictures, said):
     words = write_sets(pictures, *SETS)
     rows, *_ = prepared(vlms["idefics3"], pictures / "named.jsonl", *words, *PICTURE)

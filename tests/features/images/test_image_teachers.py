@@ -1,6 +1,8 @@
 """Teachers of a student that sees images: what each of them says is what transformers' own pass
 over each row alone gives, from its own weights, tower included."""
 
+import json
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -261,5 +263,12 @@ def test_which_teachers_can_read_prompts_with_images(models, assets):
     with pytest.raises(UserError, match=said):
         check_teacher(models, text)
     check_teacher(models, text, sources=["texts"])
+    other = models.folder / "other"
+    shutil.copytree(models.teacher, other)
+    config = json.loads((other / "config.json").read_text())
+    config["vision_config"]["patch_size"] *= 2
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"{other}: patch_size is 8 in its config.json, and 4 in"):
+        check_teacher(models, other)
     with pytest.raises(UserError, match="do not go with --teacher_prompt_column yet"):
         check_teacher(models, models.teacher, "--teacher_prompt_column", "data_source")
