@@ -67,7 +67,10 @@ def _refuse_of_ppo(config: Any, flags: DistillationFlags) -> None:
     _check_offload(flags, "--actor_zero_stage", config.ppo.actor_zero_stage)
     with_divergence_loss = _WITH_TEACHER
     if flags.distils:
-        with_divergence_loss = f"the loss of a divergence ({TEACHER})"
+        with_divergence_loss = (
+            "the loss of a divergence, which --distill_policy_gradient replaces (omit that flag to"
+            " have the loss)"
+        )
     require_used(
         flags,
         "distill_coef distill_on distill_policy_gradient",

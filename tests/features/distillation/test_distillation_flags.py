@@ -42,7 +42,14 @@ CASES = [  # step, what is given, a part of the message
     (
         "ppo",
         f"{TAUGHT} --distill_policy_gradient --distill_topk 9",
-        "it is for the loss of a divergence",
+        "--distill_topk 9 has no effect: it is for the loss of a divergence, which"
+        " --distill_policy_gradient replaces (omit that flag to have the loss); omit it",
+    ),
+    (
+        "ppo",
+        f"{TAUGHT} --distill_policy_gradient True --distill_loss jsd",
+        "--distill_loss jsd has no effect: it is for the loss of a divergence, which"
+        " --distill_policy_gradient replaces (omit that flag to have the loss); omit it",
     ),
     ("ppo", f"{TAUGHT} --distill_coef 0", "--distill_coef 0 leaves the teacher without effect"),
     (
