@@ -82,8 +82,8 @@ class ToolFlags:
     )
     write_pairs: str | None = flag(
         None,
-        "file for rows of step 2: each prompt with the first model's best and worst answer, if"
-        " their scores differ and the length limit did not cut the best",
+        "file for rows of step 2: each prompt with the first model's best and worst answer that"
+        " are not blank, if their scores differ and the length limit did not cut the best",
     )
     pair_margin: float = not_negative(
         0.0, "least difference of the scores in a pair of --write_pairs; 0: any"

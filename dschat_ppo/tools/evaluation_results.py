@@ -24,12 +24,14 @@ _UNSCORED = "fewer than two scored answers"
 _EQUAL = "equal scores"
 _CLOSE = "scores closer than --pair_margin"
 _BEST_IS_CUT = "a best answer that the length limit cut"
+_BLANK = "a blank best or worst answer"
 # why the answers to a prompt make no pair -> how to get one
 _WAYS_TO_PAIRS = {
     _UNSCORED: "mend the reward, which gave no score",
     _EQUAL: "raise --samples or --temperature, or score answers more finely",
     _CLOSE: "lower --pair_margin",
     _BEST_IS_CUT: "raise --max_tokens",
+    _BLANK: "raise --samples, since step 2 takes no blank answer",
 }
 
 
@@ -190,15 +192,16 @@ def _escaped_lines(text: str) -> list[str]:
 
 def training_rows(evaluated: Evaluated, is_pair: bool, least_margin: float = 0.0) -> str:
     """JSON lines for SFT: each prompt with the best response of the first model; or for step 2:
-    each prompt with its best and its worst response, if their scores differ, by at least
-    `least_margin`. Of sampled responses, or of greedy ones if there are no others."""
+    each prompt with its best and its worst response that are not blank, if their scores differ, by
+    at least `least_margin`. Of sampled responses, or of greedy ones if there are no others."""
     rows = list[dict[str, Any]]()
     for asked, answered in zip(evaluated.asked, _prompts_of_rows(evaluated), strict=True):
         scored_answers = _scored_answers(answered, evaluated.scored)
         if is_pair:
             if _reason_without_pair(scored_answers, least_margin) is None:
-                best = max(scored_answers, key=_by_score).text
-                worst = min(scored_answers, key=_by_score).text
+                answers_with_text = _without_blank(scored_answers)
+                best = max(answers_with_text, key=_by_score).text
+                worst = min(answers_with_text, key=_by_score).text
                 rows.append({"prompt": asked, "chosen": best, "rejected": worst})
             continue
         whole_answers = [answer for answer in scored_answers if not answer.is_cut]
@@ -253,14 +256,33 @@ def _by_score(answer: _ScoredAnswer) -> float:
     return answer.score
 
 
+def _without_blank(scored_answers: Sequence[_ScoredAnswer]) -> list[_ScoredAnswer]:
+    """The answers that step 2 takes: it refuses a pair with one of only white space."""
+    return [answer for answer in scored_answers if answer.text.strip()]
+
+
 def _reason_without_pair(
     scored_answers: Sequence[_ScoredAnswer], least_margin: float
 ) -> str | None:
-    """Why the answers to a prompt make no pair, of `_WAYS_TO_PAIRS`; None if they make one."""
+    """Why the answers to a prompt make no pair, of `_WAYS_TO_PAIRS`; None if they make one. The
+    reason is the blank answers if there are fewer than two others, or if only with them the scores
+    are far enough apart."""
     if len(scored_answers) < 2:
         return _UNSCORED
-    best = max(scored_answers, key=_by_score)
-    worst = min(scored_answers, key=_by_score)
+    answers_with_text = _without_blank(scored_answers)
+    if len(answers_with_text) < 2:
+        return _BLANK
+    reason = _reason_of_best_and_worst(answers_with_text, least_margin)
+    reason_with_blank = _reason_of_best_and_worst(scored_answers, least_margin)
+    if reason in (_EQUAL, _CLOSE) and reason_with_blank not in (_EQUAL, _CLOSE):
+        return _BLANK
+    return reason
+
+
+def _reason_of_best_and_worst(answers: Sequence[_ScoredAnswer], least_margin: float) -> str | None:
+    """Why the best and the worst of at least two answers make no pair; None if they make one."""
+    best = max(answers, key=_by_score)
+    worst = min(answers, key=_by_score)
     if best.score == worst.score:
         return _EQUAL
     if best.score - worst.score < least_margin:

@@ -13,6 +13,7 @@ from dschat_ppo.tools import evaluate_models as module
 from dschat_ppo.tools.evaluate import evaluation_request, main
 from dschat_ppo.tools.evaluate_models import evaluate_models
 from dschat_ppo.tools.evaluation_results import (
+    pairs_line,
     response_lines,
     result_json,
     result_table,
@@ -220,6 +221,39 @@ def test_a_file_without_pairs_comes_with_the_reasons(assets, found, tmp_path, mo
     pairs, written = line_of(6)
     assert pairs == f"--write_pairs: pairs from 1 of 6 prompts; {reasons}"
     assert written.startswith("written: ")
+
+
+def test_blank_answers_are_in_no_pair(found):
+    cases = [  # answers, scores, the pair
+        (["", "good", "bad", "mid"], [9.0, 3.0, 1.0, 2.0], ("good", "bad")),
+        (["good", " \n", "bad", "mid"], [3.0, 0.0, 1.0, 2.0], ("good", "bad")),
+        (["", "bad", "good", "mid"], [1.0, 1.0, 3.0, 2.0], ("good", "bad")),
+        (["", "only", "\t", " "], [1.0, 2.0, 1.0, 1.0], None),
+        (["", "only", "", ""], [1.0, 1.0, 1.0, 1.0], None),
+        (["", "", "", ""], [1.0, 1.0, 1.0, 1.0], None),
+        (["", "a", "b", "c"], [0.0, 2.0, 2.0, 2.0], None),  # the scores of the others are equal
+        (["a", "b", "c", ""], [2.0, 2.1, 2.2, 9.0], None),  # ... or close
+        (["", "a", "b", "c"], [2.0, 2.0, 2.0, 2.0], None),  # equal also with the blank one
+    ]
+    prompt = by_name(found, "/lm", "sampled").prompts[0]
+    rows = [
+        replace(prompt, answers=answers, scores=scores, ended=["eos"] * 4)
+        for answers, scores, _ in cases
+    ]
+    results = [replace(result, prompts=rows) for result in found.results]
+    evaluated = replace(found, results=results, asked=found.asked[:1] * len(cases))
+    lines = training_rows(evaluated, is_pair=True, least_margin=0.5).splitlines()
+    pairs = [(row["chosen"], row["rejected"]) for row in map(json.loads, lines)]
+    assert pairs == [pair for _, _, pair in cases if pair is not None]
+    assert pairs_line(evaluated, 0.5) == (
+        "--write_pairs: pairs from 3 of 9 prompts; not from those with equal scores (1), a blank"
+        " best or worst answer (5)"
+    )
+    results = [replace(result, prompts=rows[3:4]) for result in found.results]
+    assert pairs_line(replace(evaluated, results=results), 0.5) == (
+        "--write_pairs: pairs from 0 of 1 prompt; not from those with a blank best or worst answer"
+        " (1). To get pairs, raise --samples, since step 2 takes no blank answer"
+    )
 
 
 def test_rows_that_a_band_keeps_are_those_of_the_file(found, assets, tmp_path, monkeypatch, capsys):
