@@ -78,7 +78,7 @@ class ToolFlags:
     write_best: str | None = flag(
         None,
         "file for rows of SFT: each prompt with the first model's best answer (best-of-n with"
-        " --samples N) that the length limit did not cut",
+        " --samples N) that is not blank and that the length limit did not cut",
     )
     write_pairs: str | None = flag(
         None,

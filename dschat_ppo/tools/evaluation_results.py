@@ -191,20 +191,20 @@ def _escaped_lines(text: str) -> list[str]:
 
 
 def training_rows(evaluated: Evaluated, is_pair: bool, least_margin: float = 0.0) -> str:
-    """JSON lines for SFT: each prompt with the best response of the first model; or for step 2:
-    each prompt with its best and its worst response that are not blank, if their scores differ, by
+    """JSON lines of responses of the first model that are not blank; for SFT: each prompt with its
+    best one; or for step 2: each prompt with its best and its worst one, if their scores differ, by
     at least `least_margin`. Of sampled responses, or of greedy ones if there are no others."""
     rows = list[dict[str, Any]]()
     for asked, answered in zip(evaluated.asked, _prompts_of_rows(evaluated), strict=True):
         scored_answers = _scored_answers(answered, evaluated.scored)
+        answers_with_text = _without_blank(scored_answers)
         if is_pair:
             if _reason_without_pair(scored_answers, least_margin) is None:
-                answers_with_text = _without_blank(scored_answers)
                 best = max(answers_with_text, key=_by_score).text
                 worst = min(answers_with_text, key=_by_score).text
                 rows.append({"prompt": asked, "chosen": best, "rejected": worst})
             continue
-        whole_answers = [answer for answer in scored_answers if not answer.is_cut]
+        whole_answers = [answer for answer in answers_with_text if not answer.is_cut]
         if not whole_answers:
             continue
         best_score, best, _ = max(whole_answers, key=_by_score)
@@ -257,7 +257,7 @@ def _by_score(answer: _ScoredAnswer) -> float:
 
 
 def _without_blank(scored_answers: Sequence[_ScoredAnswer]) -> list[_ScoredAnswer]:
-    """The answers that step 2 takes: it refuses a pair with one of only white space."""
+    """The answers that steps 1 and 2 take: they refuse one of only white space."""
     return [answer for answer in scored_answers if answer.text.strip()]
 
 

@@ -223,7 +223,7 @@ def test_a_file_without_pairs_comes_with_the_reasons(assets, found, tmp_path, mo
     assert written.startswith("written: ")
 
 
-def test_blank_answers_are_in_no_pair(found):
+def test_blank_answers_are_in_no_row(found):
     cases = [  # answers, scores, the pair
         (["", "good", "bad", "mid"], [9.0, 3.0, 1.0, 2.0], ("good", "bad")),
         (["good", " \n", "bad", "mid"], [3.0, 0.0, 1.0, 2.0], ("good", "bad")),
@@ -249,6 +249,9 @@ def test_blank_answers_are_in_no_pair(found):
         "--write_pairs: pairs from 3 of 9 prompts; not from those with equal scores (1), a blank"
         " best or worst answer (5)"
     )
+    best_lines = training_rows(evaluated, is_pair=False).splitlines()
+    best_of_each = [json.loads(line)["response"] for line in best_lines]
+    assert best_of_each == ["good", "good", "good", "only", "only", "a", "c", "a"]
     results = [replace(result, prompts=rows[3:4]) for result in found.results]
     assert pairs_line(replace(evaluated, results=results), 0.5) == (
         "--write_pairs: pairs from 0 of 1 prompt; not from those with a blank best or worst answer"
