@@ -221,7 +221,7 @@ def supervised(
             load_causal_lm(model, config.run.dtype, ds_config, changes_to_train(config))
         )
         folders = {model.role: model.name for model in config.further_models}
-        terms = sft_terms(config, further_engines(config, folders).__getitem__)
+        terms = sft_terms(config, further_engines(config, folders, {}).__getitem__)
         objective = sft_objective(0, False, dist.device(), terms)
         if config.fit.gradient_checkpointing:
             trained.gradient_checkpointing_enable()
