@@ -100,9 +100,9 @@ class NonFinitePolicy:
         problem = f"PPO step {step}: no answer has a score, so it makes no update"
         if self._in_a_row["scores"] == MOST_UNSCORED:
             raise UserError(
-                f"{problem}, the third step in a row: what gives the scores failed on every answer;"
-                " correct what the warnings above name (also in logs/rank_R.log), and"
-                " run the same command again to resume"
+                f"{problem}, the third step in a row: each answer failed, or no source scored it;"
+                " correct what the warnings above name (also in logs/rank_R.log), and run the same"
+                " command again to resume"
             )
         logger().warning(problem)
 

@@ -141,8 +141,8 @@ CORE_PPO_RULES: tuple[Rule, ...] = (
         0.1,
         "many answers have no score and leave their groups, so that failing costs the policy less"
         " than a bad score",
-        "let the code that the warnings name catch what the model's text can cause, and score it;"
-        " or give such answers a score with --reward_default NUMBER",
+        "let the reward function, or whatever else the warnings name, catch what the model's text"
+        " can cause, and score it; or give such answers a score with --reward_default NUMBER",
     ),
     Rule(
         "duplicate_answers",

@@ -328,9 +328,8 @@ class RewardSourceFlags:
     )
     reward_default: str = flag(
         "leave",
-        "score of an answer on which a reward source with a weight or a program that takes part in"
-        " it failed, or that no source scores; leave: such an answer leaves its group and trains"
-        " nothing",
+        "score of an answer on which a reward source with a weight or its environment failed, or"
+        " that no source scores; leave: such an answer leaves its group and trains nothing",
         check=parse_reward_default,
     )
     allow_weak_sandbox: bool = flag(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from datasets import Dataset
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -156,17 +157,21 @@ def _require_same_tokens(
 ) -> None:
     """Refuse a `model` whose tower gives an image another number of tokens than that of the model
     in `folder`, or which knows these tokens by another id."""
+    fields = _fields(model_config)
+    first_fields = _fields(first_config)
     for name in _OF_TOKENS:
-        values = []
-        for config in (model_config, first_config):
-            vision_config = getattr(config, "vision_config", None)
-            values.append(getattr(config, name, getattr(vision_config, name, None)))
-        if values[0] != values[1]:
+        if fields.get(name) != first_fields.get(name):
             raise UserError(
-                f"{model}: {name} is {values[0]} in its config.json, and {values[1]} in that of"
-                f" {folder}, so it does not see an image by the same tokens; take a model of the"
-                " same family"
+                f"{model}: {name} is {fields.get(name)} in its config.json, and"
+                f" {first_fields.get(name)} in that of {folder}, so it does not see an image by the"
+                " same tokens; take a model of the same family"
             )
+
+
+def _fields(config: PretrainedConfig) -> dict[str, Any]:
+    """The fields of a configuration, and those of its vision tower."""
+    fields = config.to_dict()
+    return {**(fields.get("vision_config") or {}), **fields}
 
 
 def _have_images(rows: Dataset, sources: Sequence[str]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dschat_ppo.config.feature_flags import features_observe
+from dschat_ppo.config.feature_flags import observing_flags
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError
@@ -22,10 +22,11 @@ def refuse(config: StepConfig) -> None:
             f"--inference_tp_size {ranks_of_group} divides the layers, and"
             " --unpin_actor_parameters gathers each layer whole; use one of the two"
         )
-    if features_observe(config):
+    used = observing_flags(config)
+    if used:
         raise UserError(
-            f"--inference_tp_size {ranks_of_group}: the ranks of a group would each run the"
-            " programs that take part in the responses of all; set it to 1"
+            f"--inference_tp_size {ranks_of_group} does not go with {' and '.join(used)}: each rank"
+            " of a group would run that for the responses of all; set it to 1"
         )
 
 

@@ -21,7 +21,10 @@ CASES = [
     ("--agent a.py:f --min_answer_seq_len 2", "--min_answer_seq_len is not for episodes"),
     ("--agent a.py:f --repetition_penalty 2", "--repetition_penalty 2.0 is not for --agent"),
     ("--agent a.py:f --max_observation_tokens 9", "--max_observation_tokens 9 has no effect"),
-    ("--agent a.py:f --inference_tp_size 2", "--inference_tp_size 2: the ranks of a group"),
+    (
+        "--agent a.py:f --inference_tp_size 2",
+        "--inference_tp_size 2 does not go with --agent: each rank of a group",
+    ),
     ("--agent a.py:f --process_reward min", "--process_reward scores the steps of one answer"),
     (
         "--agent a.py:f --advantage_estimator remax --turn_reward to_go",

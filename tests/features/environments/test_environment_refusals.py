@@ -19,7 +19,7 @@ CASES = [
     ),
     (
         "--environment e.py:E --inference_tp_size 2",
-        "--inference_tp_size 2: the ranks of a group",
+        "--inference_tp_size 2 does not go with --environment: each",
     ),
     (
         "--environment e.py:E --agent_func_path a.py",
